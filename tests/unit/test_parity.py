@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What is written in two places must say the same: specs, defaults, READMEs, and the rules of the house.
+
+Runs under plain pytest and under ansible-test units.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
+PLAYBOOKS = sorted((ROOT / "playbooks").glob("*.yml"))
+SCENARIOS = sorted(path.parent.name for path in (ROOT / "molecule").glob("*/molecule.yml"))
+
+# The Python types of each argument type's default; a templated default is a string whatever its type.
+TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "dict": (dict,),
+    "float": (float, int),
+    "int": (int,),
+    "list": (list,),
+    "path": (str,),
+    "raw": (object,),
+    "str": (str,),
+}
+
+# What needs more than a list of roles and modules belongs into a role or a module.
+NOT_IN_PLAYBOOKS = {"command", "raw", "script", "set_fact", "shell"}
+PLAY_KEYWORDS = {"tasks", "pre_tasks", "post_tasks", "handlers"}
+
+
+def project_files() -> Iterator[Path]:
+    """Each file of the project: what git knows or would take, or all of an export that has no git."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
+            "\0"
+        )
+        paths = [ROOT / name for name in names if name]
+    else:
+        paths = [path for path in ROOT.rglob("*") if "__pycache__" not in path.parts]
+        paths = [path for path in paths if not path.is_relative_to(ROOT / "tests/output")]
+    yield from (path for path in paths if path.is_file() and not path.is_symlink())
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Name and text of each text file of the project."""
+    for path in project_files():
+        try:
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def main_spec(role: str) -> dict[str, dict[str, Any]]:
+    """The options of a role's main entry point by name."""
+    options: dict[str, dict[str, Any]] = load(ROOT / "roles" / role / "meta/argument_specs.yml")[
+        "argument_specs"
+    ]["main"].get("options", {})
+    return options
+
+
+def defaults_of(role: str) -> dict[str, Any]:
+    path = ROOT / "roles" / role / "defaults/main.yml"
+    return (load(path) if path.exists() else None) or {}
+
+
+def all_options(options: dict[str, dict[str, Any]], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each option with its dotted name, the nested ones included."""
+    for name, option in options.items():
+        yield prefix + name, option
+        yield from all_options(option.get("options", {}), f"{prefix}{name}.")
+
+
+def test_the_collection_has_roles_playbooks_and_scenarios() -> None:
+    """Guards the tables below against being empty."""
+    assert ROLES
+    assert PLAYBOOKS
+    assert SCENARIOS
+
+
+@pytest.mark.parametrize("role", ROLES)
+class TestRole:
+    def test_defaults_and_spec_name_the_same_variables(self, role: str) -> None:
+        defaults, spec = defaults_of(role), main_spec(role)
+        assert set(defaults) - set(spec) == set(), "in defaults/main.yml, not in meta/argument_specs.yml"
+        expected = {name for name, option in spec.items() if "default" in option}
+        assert expected - set(defaults) == set(), (
+            "has a default in meta/argument_specs.yml, none in defaults/main.yml"
+        )
+        required = {name for name, option in spec.items() if option.get("required")}
+        assert required & set(defaults) == set(), "required, yet has a default"
+
+    def test_default_values_agree(self, role: str) -> None:
+        defaults, spec = defaults_of(role), main_spec(role)
+        for name, value in defaults.items():
+            if "default" in spec[name]:
+                assert spec[name]["default"] == value, name
+            else:
+                assert "{{" in str(value), f"{name}: say its default in meta/argument_specs.yml too"
+
+    def test_each_option_is_described_and_typed(self, role: str) -> None:
+        for name, option in all_options(main_spec(role)):
+            assert option.get("description"), f"{name} has no description"
+            assert option.get("type") in TYPES, f"{name} has no type"
+            assert option["type"] != "list" or "elements" in option, (
+                f"{name} does not say what its elements are"
+            )
+            default = option.get("default")
+            if default is not None and "{{" not in str(default):
+                assert isinstance(default, TYPES[option["type"]]), (
+                    f"{name}: {default!r} is no {option['type']}"
+                )
+
+    def test_variables_carry_the_roles_name(self, role: str) -> None:
+        # fabric_address belongs to the host, not to one role.
+        shared = {"fabric_address"}
+        assert {name for name in main_spec(role) if not name.startswith(f"{role}_")} - shared == set()
+
+    def test_readme_lists_exactly_the_variables(self, role: str) -> None:
+        readme = (ROOT / "roles" / role / "README.md").read_text(encoding="utf-8")
+        listed = set(re.findall(r"^\| *`(\w+)` *\|", readme, re.MULTILINE))
+        assert set(main_spec(role)) - listed == set(), "not in a table of README.md"
+        stale = {name for name in listed if name.startswith(f"{role}_")} - set(main_spec(role))
+        assert stale == set(), "in README.md only"
+
+    def test_spec_has_a_short_description(self, role: str) -> None:
+        for entry, spec in load(ROOT / "roles" / role / "meta/argument_specs.yml")["argument_specs"].items():
+            assert spec.get("short_description"), entry
+
+
+@pytest.mark.parametrize("playbook", PLAYBOOKS, ids=lambda path: path.stem)
+class TestPlaybook:
+    def test_holds_no_logic(self, playbook: Path) -> None:
+        for play in load(playbook):
+            for keyword in PLAY_KEYWORDS & set(play):
+                for task in play[keyword] or []:
+                    name = task.get("name", task)
+                    modules = {key.rpartition(".")[2] for key in task}
+                    assert modules & NOT_IN_PLAYBOOKS == set(), f"{name}: move it into a role or a module"
+                    assert "block" not in task, f"{name}: move it into a role"
+                    conditions = task.get("when", [])
+                    conditions = conditions if isinstance(conditions, list) else [conditions]
+                    assert len(conditions) <= 1, (
+                        f"{name}: more than one condition is a decision; make it Python"
+                    )
+                    assert not re.search(r"\b(and|or)\b", str(conditions)), (
+                        f"{name}: make the decision in Python"
+                    )
+
+    def test_readme_names_it(self, playbook: Path) -> None:
+        assert playbook.name in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenario_says_what_it_promises(scenario: str) -> None:
+    lines = (ROOT / "molecule" / scenario / "molecule.yml").read_text(encoding="utf-8").splitlines()
+    comment = [line.removeprefix("#").strip() for line in lines[: lines.index("---")] if line.startswith("#")]
+    assert any(text and not text.startswith("SPDX-") for text in comment), "its head says nothing"
+
+
+def test_files_carry_the_licence() -> None:
+    # JSON has no comments, ansible-test wants __init__.py empty, antsibull-changelog writes its own file.
+    exempt = re.compile(r"(^LICENSE|^changelogs/changelog\.yaml|\.json|/__init__\.py)$")
+    missing = [
+        name
+        for name, text in texts()
+        if not exempt.search(name) and "SPDX-License-Identifier: GPL-3.0-or-later" not in text[:400]
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern"),
+    [
+        ("a path of one machine", r"/wor[k]/(main|shared)\b|/tmp/brie[f]\b|/hom[e]/\w+/|/roo[t]/[.\w]"),
+        (
+            "a package registry's host",
+            r"https?://(?:deb|files|registry|security|index|proxy|simple)[.][a-z]|pyp[i][.]org",
+        ),
+    ],
+)
+def test_no_file_names(what: str, pattern: str) -> None:
+    found = [f"{name}: {match.group()}" for name, text in texts() for match in re.finditer(pattern, text)]
+    assert found == [], what
