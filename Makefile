@@ -1,40 +1,70 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-# `make help` lists what there is. Every step prints its name and how long it took.
+# `make help` lists what there is. Each step prints its name, its result and its duration.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 
-# The tools of the lock come first; ansible.cfg of this checkout finds the collection by its full name.
+# The locked tools come first; this checkout's ansible.cfg finds the collection by its full name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
+
 STEP := tests/step
+# Suites of plain pytest; tests/unit runs under ansible-test, molecule's own tests under molecule.
+SUITES := $(wildcard tests/collection tests/simulator tests/gateway)
 
 ##@ Setting up
 .PHONY: setup lock clean
-setup: ## Install what the demo and the tests need, once (as root also system packages)
+setup: ## Install what the demo and the tests need (as root, system packages too)
 	@$(STEP) setup tests/setup
 
-lock: setup ## Resolve requirements-dev.in into requirements-dev.txt, with the newest versions
-	@{ echo '# SPDX-License-Identifier: GPL-3.0-or-later'; \
-	uv pip compile --quiet --universal --upgrade --python-version 3.11 --no-emit-index-url --no-emit-find-links \
-	  --custom-compile-command 'make lock' requirements-dev.in; } > requirements-dev.new
-	@mv requirements-dev.new requirements-dev.txt
+lock: setup ## Resolve requirements-dev.in anew into requirements-dev.txt
+	{ echo '# SPDX-License-Identifier: GPL-3.0-or-later'; \
+	  uv pip compile --quiet --universal --upgrade --python-version 3.11 --no-emit-index-url --no-emit-find-links \
+	    --custom-compile-command 'make lock' requirements-dev.in; } > requirements-dev.new
+	mv requirements-dev.new requirements-dev.txt
 
 clean: ## Remove what builds and tests left in the checkout (the cache stays)
 	rm -rf .ansible .mypy_cache .pytest_cache .ruff_cache .venv dist tests/output
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-##@ Checks
-.PHONY: lint
-lint: setup ## ansible-lint, yamllint, ruff, mypy, shellcheck
-	@$(STEP) lint.ruff ruff check .
-	@$(STEP) lint.format ruff format --check .
-	@$(STEP) lint.yaml yamllint --strict .
-	@$(STEP) lint.ansible ansible-lint
-	@$(STEP) lint.shell tests/shell-lint
-	@$(STEP) lint.types tests/type-check
+##@ Tests
+.PHONY: test test-quick lint docs-lint sanity units suites molecule build
+test: test-quick molecule ## Everything
 
+test-quick: lint docs-lint sanity units suites build ## All that needs no container
+
+lint: setup ## ruff, yamllint, ansible-lint, shellcheck, mypy
+	@$(STEP) lint:ruff ruff check . $$(tests/scripts python)
+	@$(STEP) lint:format ruff format --check . $$(tests/scripts python)
+	@$(STEP) lint:yaml yamllint --strict .
+	@$(STEP) lint:ansible ansible-lint
+	@$(STEP) lint:shell shellcheck $$(tests/scripts shell)
+	@$(STEP) lint:types tests/type-check
+
+docs-lint: setup ## Documentation of plugins and roles, changelog fragments
+	@$(STEP) docs antsibull-docs lint-collection-docs --plugin-docs --validate-collection-refs all .
+	@$(STEP) changelog antsibull-changelog lint
+
+sanity: setup ## ansible-test sanity
+	@$(STEP) sanity tests/ansible-test sanity
+
+units: setup ## ansible-test units: the pure parts, and what must agree with what
+	@$(STEP) units tests/ansible-test units
+
+suites: setup ## The installed build, the stand-in engine and the gateway on this machine
+	@$(STEP) suites pytest $(SUITES)
+
+molecule: setup ## Simulated Sparks: one scenario per promise
+	@$(STEP) docker-engine simulator/docker-engine
+	@$(STEP) molecule molecule test --all
+
+build: setup ## Build the collection into dist/
+	@$(STEP) build ansible-galaxy collection build --force --output-path dist
+
+##@ More
 .PHONY: help
 help: ## This list
-	@awk -F ':.*## ' '/^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
