@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""One Spark's mode: what systemd says of its units, and what must be done to reach another. Private to the collection.
+
+The wish is which unit is enabled, the deed is which unit is active; both are read from systemd and kept nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+UNITS = {"replica": "vllm-replica.service", "tp": "vllm-tp.service"}
+
+# What `systemctl show` is asked for; Job is the number of a pending job, 0 when there is none.
+PROPERTIES = (
+    "Id",
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "Result",
+    "Job",
+    "NRestarts",
+    "StatusText",
+    "StateChangeTimestamp",
+    "ExecMainStatus",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit as systemd tells it. ``stale`` is true when the running engine was started with other settings than
+    those now on the disk, and None when that cannot be told (nothing runs, or its agent does not answer)."""
+
+    name: str
+    installed: bool = False
+    enabled: bool = False
+    active: str = "inactive"
+    sub: str = "dead"
+    result: str = "success"
+    job: bool = False
+    restarts: int = 0
+    status: str = ""
+    since: str = ""
+    stale: bool | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Nothing of it runs, and nothing will start by itself."""
+        return self.active in ("inactive", "failed") and not self.job
+
+    @property
+    def waiting_to_restart(self) -> bool:
+        """Its last start failed and systemd waits before the next."""
+        return self.sub == "auto-restart"
+
+    @property
+    def down(self) -> bool:
+        """The last start failed, for good or until its next try, and nobody has asked for another yet."""
+        return (self.active == "failed" or self.waiting_to_restart) and not self.job
+
+    def told(self) -> dict[str, Any]:
+        """For a module's return value."""
+        return {
+            "installed": self.installed,
+            "enabled": self.enabled,
+            "active": self.active,
+            "sub": self.sub,
+            "result": self.result,
+            "restarts": self.restarts,
+            "status": self.status,
+            "since": self.since,
+            "stale": self.stale,
+        }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One property of one unit that is not as wanted."""
+
+    mode: str
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of systemctl that mends a difference."""
+
+    verb: str
+    mode: str
+
+
+@dataclass
+class Change:
+    """All that lies between the present and a wish; check mode, diff and deed are all made from it."""
+
+    differences: list[Difference] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def diff(self) -> dict[str, str]:
+        """In the form that Ansible shows."""
+
+        def side(which: str) -> str:
+            return "".join(f"{UNITS[item.mode]}: {getattr(item, which)}\n" for item in self.differences)
+
+        return {"before": side("before"), "after": side("after")}
+
+
+def change(units: Mapping[str, Unit], mode: str, restart_stale: bool = False) -> Change:
+    """What leads from ``units`` (by mode) to ``mode`` (``replica``, ``tp`` or ``stopped``), in the order to do it.
+
+    The new mode is enabled before the old one is touched: whatever breaks half-way, the next boot starts the new one.
+    """
+    result = Change()
+    # The wanted unit first, so that its wish is written down before anything is stopped.
+    for name in sorted(UNITS, key=lambda name: name != mode):
+        unit = units[name]
+        if unit.enabled != (name == mode):
+            words = ("disabled", "enabled") if name == mode else ("enabled", "disabled")
+            result.differences.append(Difference(name, "enabled", *words))
+            result.steps.append(Step("enable" if name == mode else "disable", name))
+    for name, unit in units.items():
+        if name != mode and not unit.stopped:
+            result.differences.append(Difference(name, "active", unit.active, "inactive"))
+            result.steps.append(Step("stop", name))
+    if mode == "stopped":
+        return result
+    unit = units[mode]
+    if unit.down or unit.active in ("inactive", "deactivating"):
+        result.differences.append(
+            Difference(
+                mode, "active", "waiting to restart" if unit.waiting_to_restart else unit.active, "active"
+            )
+        )
+        if unit.down:
+            # A person asks: the failures before count no longer.
+            result.steps.append(Step("reset-failed", mode))
+        # systemd queues a plain start of a unit that waits for its restart until that wait is over.
+        result.steps.append(Step("restart" if unit.waiting_to_restart else "start", mode))
+    elif unit.stale and restart_stale:
+        result.differences.append(
+            Difference(
+                mode, "settings", "running with former settings", "restarted with the present settings"
+            )
+        )
+        result.steps.append(Step("restart", mode))
+    return result
+
+
+def parse_show(text: str) -> dict[str, dict[str, str]]:
+    """Read ``systemctl show`` of several units: blocks of ``Name=value`` lines, parted by an empty line."""
+    blocks: dict[str, dict[str, str]] = {}
+    for block in text.strip().split("\n\n"):
+        values = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        if "Id" in values:
+            blocks[values["Id"]] = values
+    return blocks
+
+
+def unit_from(name: str, shown: Mapping[str, str], enabled: str, stale: bool | None = None) -> Unit:
+    """A unit from its ``systemctl show`` block and the word that ``systemctl is-enabled`` printed for it."""
+    return Unit(
+        name=name,
+        installed=shown.get("LoadState", "not-found") not in ("not-found", "masked"),
+        enabled=enabled in ("enabled", "enabled-runtime"),
+        active=shown.get("ActiveState", "inactive"),
+        sub=shown.get("SubState", "dead"),
+        result=shown.get("Result", "success"),
+        job=shown.get("Job", "") not in ("", "0"),
+        restarts=int(shown.get("NRestarts") or 0),
+        status=shown.get("StatusText", ""),
+        since=shown.get("StateChangeTimestamp", ""),
+        stale=stale,
+    )
+
+
+def enabled_modes(units: Mapping[str, Unit]) -> list[str]:
+    """The modes that are wished on this host: none, one, or (which must not be) both."""
+    return [mode for mode, unit in units.items() if unit.enabled]
+
+
+def active_modes(units: Mapping[str, Unit]) -> list[str]:
+    """The modes whose unit is active: READY has been said and not been taken back."""
+    return [mode for mode, unit in units.items() if unit.active == "active"]
+
+
+def tail(lines: Iterable[str], most: int = 15) -> str:
+    """The last lines that are not empty, for a message."""
+    return "\n".join([line.rstrip() for line in lines if line.strip()][-most:])

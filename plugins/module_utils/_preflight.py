@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Whether one Spark has what a mode needs: the judgements, without the looking. Private to the collection."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _command as command
+
+GIB = 2**30
+OUR_UNITS = ("vllm-replica.service", "vllm-tp.service")
+OUR_CONTAINERS = ("vllm-replica", "vllm-tp")
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A process that listens on a TCP port; ``cgroup`` is the text of its /proc/PID/cgroup."""
+
+    port: int
+    pid: int
+    name: str
+    cgroup: str
+
+
+def parse_listeners(text: str) -> list[tuple[int, int, str]]:
+    """Read ``ss -Hltnp``: port, pid and name of each listening process (pid 0 where ss does not tell)."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) < 4:
+            continue
+        port = fields[3].rpartition(":")[2]
+        owner = re.search(r'\("([^"]*)",pid=(\d+)', line)
+        if port.isdigit():
+            found.append((int(port), int(owner[2]) if owner else 0, owner[1] if owner else "unknown"))
+    return found
+
+
+def port_problems(
+    wanted: Mapping[str, int | None], listeners: Iterable[Listener], our_containers: Collection[str]
+) -> list[str]:
+    """Ports that somebody else holds. Ours are the units of both modes and their containers (``our_containers`` are
+    ids): a mode that stops makes room for the other."""
+    problems = []
+    held: dict[int, Listener] = {}
+    for listener in listeners:
+        if not any(mark in listener.cgroup for mark in (*OUR_UNITS, *our_containers)):
+            held.setdefault(listener.port, listener)
+    for variable, port in wanted.items():
+        if port in held:
+            owner = held[port]
+            problems.append(
+                f"port {port} ({variable}) is taken by {owner.name} (pid {owner.pid}); allowed is a port that is free or held by "
+                f"our own units. Stop that process, or set {variable} to another port."
+            )
+    return problems
+
+
+def parse_help(text: str) -> list[str]:
+    """The flags that ``vllm serve --help=all`` lists."""
+    return sorted(set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text)))
+
+
+def flag_problems(argv: Sequence[str], known: Collection[str], image: str) -> list[str]:
+    """Flags that this image's engine would refuse, each with the nearest that it knows.
+
+    The engine also takes an unambiguous beginning of a flag; that is refused here, since a later image may make it ambiguous.
+    """
+    names = {command.flag_name(name) for name in known}
+    problems = []
+    for flag in dict.fromkeys(command.flag_names(argv)):
+        bare = command.flag_name(flag).partition(".")[0]
+        # Every --enable-x is listed with its --no-enable-x or (since 0.33) its --disable-x; the --no- form works in all.
+        if bare in names or (bare.startswith("no-") and bare[3:] in names):
+            continue
+        near = difflib.get_close_matches(bare, names, n=3)
+        hint = f" Did you mean {' or '.join('--' + name for name in near)}?" if near else ""
+        problems.append(
+            f"flag {flag} is not known to the engine in {image}.{hint} Look for it in vllm_engine_flags, vllm_replica_flags, "
+            "vllm_tp_flags and the preset; give it the value null to take a preset's flag out."
+        )
+    return problems
+
+
+def engine_arguments(docker_command: Sequence[str], image: str) -> list[str]:
+    """The engine's own arguments: what follows the image in a ``docker run`` command."""
+    return list(docker_command[list(docker_command).index(image) + 1 :])
+
+
+def help_command(docker_command: Sequence[str], image: str) -> list[str]:
+    """The command that asks the image's engine for its flags: the same container, so that it finds the same GPU, but
+    without name, secrets and mounts, and with no network."""
+    keep = [
+        word
+        for word in docker_command[: list(docker_command).index(image)]
+        if not word.startswith(("--name", "--env-file", "--volume", "--mount", "--network", "--ipc"))
+    ]
+    return [*keep, "--network=none", image, "vllm", "serve", "--help=all"]
+
+
+def platform_problems(image: str, image_os: str, image_architecture: str, machine: str) -> list[str]:
+    """An image for another processor starts nothing."""
+    wanted = ARCHITECTURES.get(machine, machine)
+    if (image_os, image_architecture) != ("linux", wanted):
+        return [
+            f"image {image} is for {image_os}/{image_architecture}, and this host is linux/{wanted}. Set vllm_image to one built for it."
+        ]
+    return []
+
+
+def memory_problems(budget_gib: float, total_bytes: int) -> list[str]:
+    """A budget that the host could not meet with everything else stopped."""
+    total = total_bytes / GIB
+    if budget_gib > total:
+        return [
+            f"the engine is given {budget_gib:g} GiB (vllm_gpu_memory_utilization of vllm_device_memory_gib), and this host has {total:.1f} GiB "
+            "of memory in all. Lower the share."
+        ]
+    return []
+
+
+def wanted_ports(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """The ports that a mode listens on, by the variable that sets each."""
+    mode = config["mode"]
+    ports: dict[str, int | None] = {f"vllm_{mode}_agent_port": config["agent"]["port"]}
+    if config["api"]:
+        ports["vllm_port"] = config["api"]["port"]
+    if config["pair"]:
+        ports["vllm_tp_heartbeat_port"] = config["pair"]["heartbeat_port"]
+    return ports

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""What the modules ask of one Spark: systemctl, the journal and the agent. Private to the collection."""
+
+from __future__ import annotations
+
+import json
+import time
+import typing as t
+from urllib.error import HTTPError
+
+from ansible.module_utils.urls import open_url
+
+from . import _modes as modes
+
+if t.TYPE_CHECKING:
+    from ansible.module_utils.basic import AnsibleModule
+
+CONFIG_DIRECTORY = "/etc/vllm"
+AGENT_DIRECTORY = "/usr/local/lib/vllm-agent"
+
+
+class Spark:
+    """One host, through the module's own way of running commands."""
+
+    def __init__(self, module: AnsibleModule) -> None:
+        self._module = module
+        self._systemctl = module.get_bin_path("systemctl", required=True)
+
+    def units(self) -> dict[str, modes.Unit]:
+        """Both units by mode, with whether each runs with settings that are no longer those on the disk."""
+        names = list(modes.UNITS.values())
+        shown = modes.parse_show(self.systemctl("show", *names, f"--property={','.join(modes.PROPERTIES)}"))
+        # Asked of the files on the disk: the UnitFileState property may be older than the last enable.
+        return {
+            mode: modes.unit_from(
+                name, shown.get(name, {}), self._enabled(name), self._stale(mode, shown.get(name, {}))
+            )
+            for mode, name in modes.UNITS.items()
+        }
+
+    def systemctl(self, *arguments: str, check: bool = True) -> str:
+        """Run systemctl and return what it printed; fail the module when it fails."""
+        status, out, err = self._module.run_command([self._systemctl, *arguments])
+        if status and check:
+            self._module.fail_json(
+                msg=f"systemctl {' '.join(arguments)} ended with status {status}: {(err or out).strip()}"
+            )
+        return str(out)
+
+    def do(self, step: modes.Step) -> None:
+        """Carry out one step. A start is only asked for, not waited for; a stop returns when the unit has stopped."""
+        unit = modes.UNITS[step.mode]
+        # enable and disable reload systemd by default, which can take the GPU from a running container.
+        options = {
+            "enable": ["--no-reload"],
+            "disable": ["--no-reload"],
+            "start": ["--no-block"],
+            "restart": ["--no-block"],
+        }
+        self.systemctl(step.verb, *options.get(step.verb, []), unit)
+
+    def wait(self, mode: str, seconds: float) -> modes.Unit:
+        """Wait until the unit is active, has failed, or the time is over, and return it as it then stands."""
+        end = time.monotonic() + seconds
+        while True:
+            unit = self.units()[mode]
+            settled = unit.active == "active" and not unit.job
+            if settled or unit.down or (unit.stopped and not unit.job) or time.monotonic() > end:
+                return unit
+            time.sleep(1)
+
+    def last_lines(self, mode: str) -> str:
+        """The last lines of the unit's present or last run in the journal."""
+        journal = self._module.get_bin_path("journalctl")
+        if not journal:
+            return ""
+        _status, out, _err = self._module.run_command(
+            [journal, "--unit", modes.UNITS[mode], "--lines=40", "--output=cat", "--no-pager"]
+        )
+        return modes.tail(out.splitlines())
+
+    def config(self, mode: str) -> dict[str, t.Any] | None:
+        """What the role wrote for the agent of this mode, or None."""
+        try:
+            with open(f"{CONFIG_DIRECTORY}/{mode}.json", encoding="utf-8") as file:
+                return dict(json.load(file))
+        except (OSError, ValueError):
+            return None
+
+    def agent(self, mode: str) -> dict[str, t.Any] | None:
+        """What the agent of this mode says of itself, or None when it does not answer."""
+        config = self.config(mode)
+        if config is None:
+            return None
+        try:
+            with open_url(
+                f"http://127.0.0.1:{config['agent']['port']}/status", timeout=5, use_proxy=False
+            ) as answer:
+                return dict(json.load(answer))
+        except (OSError, ValueError, KeyError, HTTPError):
+            return None
+
+    def _enabled(self, name: str) -> str:
+        return self.systemctl("is-enabled", name, check=False).strip()
+
+    def _stale(self, mode: str, shown: t.Mapping[str, str]) -> bool | None:
+        if shown.get("ActiveState") != "active":
+            return None
+        running = (self.agent(mode) or {}).get("settings_digest")
+        status, out, _err = self._module.run_command(
+            [
+                "/usr/bin/python3",
+                "-m",
+                "vllm_agent",
+                "--config",
+                f"{CONFIG_DIRECTORY}/{mode}.json",
+                "--digest",
+            ],
+            environ_update={"PYTHONPATH": AGENT_DIRECTORY, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        return None if status or not running else running != out.strip()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""What an operator is told of all Sparks at once. Private to the collection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLUMNS = ("host", "wanted", "unit", "phase", "since", "running", "waiting", "tokens/s", "KV use")
+
+
+def status_report(
+    sparks: Mapping[str, Mapping[str, Any]], gateways: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[str]]:
+    """Make the table, and say what is not as wanted and what mends it.
+
+    ``sparks`` maps each Spark to what serving_info returned (with ``unreachable`` true when it did not), ``gateways``
+    each gateway to the answer to its health check (``status`` is the HTTP status, -1 when there was none).
+    Returns ``table`` and ``problems``, both lists of lines.
+    """
+    problems = [problem for host, info in sparks.items() for problem in _spark_problems(host, info)]
+    wishes = {host: info["wanted"] for host, info in sparks.items() if "wanted" in info}
+    if len(set(wishes.values())) > 1 and "both" not in wishes.values():
+        said = ", ".join(f"{host} {wish}" for host, wish in wishes.items())
+        # A third Spark beside a pair in tp mode keeps its copy: that is no split.
+        if list(wishes.values()).count("tp") != 2:
+            problems.append(
+                f"the Sparks are split ({said}): ansible-playbook playbooks/switch_mode.yml -e mode=replica (or tp)"
+            )
+    serving = any(info.get("active") for info in sparks.values())
+    for host, answer in gateways.items():
+        status = int(answer.get("status") or -1)
+        if status < 0:
+            problems.append(f"the gateway on {host} does not answer: systemctl status haproxy on that host")
+        elif status != 200 and serving:
+            problems.append(
+                f"the gateway on {host} reaches no engine (its health is {status}), though one serves: journalctl -u haproxy on that host"
+            )
+    return {
+        "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())]),
+        "problems": problems,
+    }
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align rows of cells to lines of text."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _row(host: str, info: Mapping[str, Any]) -> list[str]:
+    if "wanted" not in info:
+        return [host, "?", "?", "not reached", "", "", "", "", ""]
+    mode = _shown_mode(info)
+    unit = info["units"].get(mode, {})
+    agent = info.get("agent") or {}
+    requests = agent.get("requests") or {}
+    speed, cache = agent.get("tokens_per_second"), agent.get("kv_cache_usage")
+    return [
+        host,
+        info["wanted"],
+        f"{mode} {unit.get('active', '')}" if mode else "none active",
+        str(agent.get("phase") or unit.get("status") or "-").replace("-", " "),
+        # "Mon 2026-11-30 08:00:00 UTC": day and zone say nothing that is needed here.
+        " ".join(unit.get("since", "").split()[1:3]),
+        str(requests.get("running", "-")),
+        str(requests.get("waiting", "-")),
+        "-" if speed is None else f"{speed:.0f}",
+        "-" if cache is None else f"{cache:.0%}",
+    ]
+
+
+def _shown_mode(info: Mapping[str, Any]) -> str:
+    """The mode whose unit tells most: the running one, else the wanted one."""
+    running = [mode for mode, unit in info["units"].items() if unit["active"] not in ("inactive", "failed")]
+    return str([*running, *info["enabled"], ""][0])
+
+
+def _spark_problems(host: str, info: Mapping[str, Any]) -> list[str]:
+    if "wanted" not in info:
+        return [f"{host} was not reached: {info.get('msg', 'no answer')}"]
+    wanted, units = info["wanted"], info["units"]
+    if wanted == "both":
+        return [
+            f"{host} has both modes enabled: ansible-playbook playbooks/switch_mode.yml -e mode=replica (or tp)"
+        ]
+    problems = []
+    for mode, unit in units.items():
+        if mode != wanted and unit["active"] not in ("inactive", "failed"):
+            problems.append(
+                f"{host} runs {mode}, which is not wanted: systemctl stop vllm-{mode} on that host"
+            )
+    unit = units.get(wanted)
+    if unit is None:
+        return problems
+    if unit["active"] == "failed":
+        problems.append(
+            f"{host}: vllm-{wanted} has failed ({unit['result']}): journalctl -u vllm-{wanted} -e on that host, then run the switch again"
+        )
+    elif unit["active"] != "active":
+        problems.append(
+            f"{host}: vllm-{wanted} does not serve yet, it is {unit['active']} ({unit['status'] or unit['sub']})"
+        )
+    elif (info.get("agent") or {}).get("phase") != "serving":
+        phase = (info.get("agent") or {}).get("phase", "silent")
+        problems.append(
+            f"{host}: vllm-{wanted} is active, but its agent is {phase}: journalctl -u vllm-{wanted} -e on that host"
+        )
+    if unit["stale"]:
+        problems.append(
+            f"{host}: vllm-{wanted} runs with former settings: ansible-playbook playbooks/site.yml restarts it"
+        )
+    return problems
