@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What an operator is told, and that every state which is not as wanted is named with what mends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.twospark.serving.plugins.module_utils import _status as status
+
+
+def unit(active: str = "inactive", **more: Any) -> dict[str, Any]:
+    since = "Mon 2026-11-30 08:00:00 UTC"
+    return {"active": active, "sub": "", "result": "success", "status": "", "since": since, "stale": False, **more}
+
+
+def spark(wanted: str = "replica", phase: str | None = "serving", **units: dict[str, Any]) -> dict[str, Any]:
+    units = {"replica": unit(), "tp": unit(), **units}
+    return {
+        "wanted": wanted,
+        "enabled": [] if wanted == "stopped" else ["replica", "tp"] if wanted == "both" else [wanted],
+        "active": [mode for mode, state in units.items() if state["active"] == "active"],
+        "units": units,
+        "agent": phase
+        and {
+            "phase": phase,
+            "requests": {"running": 3, "waiting": 0},
+            "tokens_per_second": 92.4,
+            "kv_cache_usage": 0.125,
+        },
+    }
+
+
+GOOD = spark(replica=unit("active"))
+TP = spark("tp", tp=unit("active"))
+UP = {"status": 200}
+
+
+@pytest.mark.parametrize(
+    ("sparks", "gateway", "words"),
+    [
+        ({"a": GOOD, "b": GOOD}, UP, ""),
+        ({"a": TP, "b": TP}, UP, ""),
+        ({"a": TP, "b": TP, "c": GOOD}, UP, ""),
+        ({"a": spark("stopped", None), "b": spark("stopped", None)}, {"status": 503}, ""),
+        ({"a": GOOD, "b": TP}, UP, "split"),
+        ({"a": GOOD, "b": spark("stopped", None)}, UP, "split"),
+        ({"a": spark("both", replica=unit("active"))}, UP, "both modes"),
+        ({"a": {"unreachable": True, "msg": "no route"}, "b": GOOD}, UP, "a was not reached: no route"),
+        ({"a": GOOD, "b": {}}, UP, "b was not reached"),
+        ({"a": spark(replica=unit("failed", result="exit-code"))}, UP, "has failed (exit-code)"),
+        ({"a": spark(replica=unit("activating", status="loading 40 %"))}, UP, "loading 40 %"),
+        ({"a": spark(replica=unit("inactive"))}, UP, "does not serve yet"),
+        ({"a": spark(replica=unit("active"), tp=unit("activating"))}, UP, "runs tp, which is not wanted"),
+        ({"a": spark("stopped", replica=unit("active"))}, UP, "runs replica, which is not wanted"),
+        ({"a": spark(phase="wedged", replica=unit("active"))}, UP, "its agent is wedged"),
+        ({"a": spark(phase=None, replica=unit("active"))}, UP, "its agent is silent"),
+        ({"a": spark(replica=unit("active", stale=True))}, UP, "former settings"),
+        ({"a": GOOD}, {}, "the gateway on gw does not answer"),
+        ({"a": GOOD}, {"status": -1}, "the gateway on gw does not answer"),
+        ({"a": GOOD}, {"status": 503}, "reaches no engine"),
+    ],
+)
+def test_problems(sparks: dict[str, Any], gateway: dict[str, int], words: str) -> None:
+    report = status.status_report(sparks, {"gw": gateway})
+    assert bool(report["problems"]) == bool(words), report["problems"]
+    assert words in "\n".join(report["problems"])
+    assert len(report["table"]) == len(sparks) + 1
+
+
+def test_the_table() -> None:
+    report = status.status_report({"spark-a": GOOD, "b": {"unreachable": True}}, {})
+    assert report["table"] == [
+        "host     wanted   unit            phase        since                running  waiting  tokens/s  KV use",
+        "spark-a  replica  replica active  serving      2026-11-30 08:00:00  3        0        92        12%",
+        "b        ?        ?               not reached",
+    ]
