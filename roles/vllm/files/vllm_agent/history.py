@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What is remembered from one run of the agent to the next, in one small JSON file per mode."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+_MOST_IMAGES = 16
+
+log = logging.getLogger(__name__)
+
+
+class History:
+    """Counts starts and failures and remembers how long the engine took to become ready, per image.
+
+    The file is `<state folder>/<mode>-history.json`:
+    {"starts": 3, "failures": 1, "last_start_seconds": 412.0, "start_seconds": {"<image>": 412.0}}
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.starts = 0
+        self.failures = 0
+        self.last_start_seconds: float | None = None
+        self._start_seconds: dict[str, float] = {}
+        try:
+            self._read()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("%s cannot be used (%s); counting from zero again", path, error)
+
+    def expected_seconds(self, image: str) -> float | None:
+        """How long the last start with this image took, in seconds."""
+        return self._start_seconds.get(image)
+
+    def count_start(self) -> None:
+        """An engine container is being started."""
+        self.starts += 1
+        self._write()
+
+    def count_failure(self) -> None:
+        """The engine or the agent ended in a way that nobody asked for."""
+        self.failures += 1
+        self._write()
+
+    def remember_start(self, image: str, seconds: float) -> None:
+        """The engine became ready `seconds` after its container was started."""
+        self.last_start_seconds = round(seconds, 1)
+        self._start_seconds.pop(image, None)
+        self._start_seconds[image] = self.last_start_seconds
+        while len(self._start_seconds) > _MOST_IMAGES:
+            del self._start_seconds[next(iter(self._start_seconds))]
+        self._write()
+
+    def _read(self) -> None:
+        document = json.loads(self._path.read_text(encoding="utf-8"))
+        last = document["last_start_seconds"]
+        durations = {str(image): float(seconds) for image, seconds in document["start_seconds"].items()}
+        self.starts, self.failures = int(document["starts"]), int(document["failures"])
+        self.last_start_seconds = None if last is None else float(last)
+        self._start_seconds = durations
+
+    def _write(self) -> None:
+        document = {
+            "starts": self.starts,
+            "failures": self.failures,
+            "last_start_seconds": self.last_start_seconds,
+            "start_seconds": self._start_seconds,
+        }
+        temporary = self._path.with_suffix(".new")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(document, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        except OSError as error:  # a full disk must not end a serving engine
+            log.warning("%s cannot be written: %s", self._path, error.strerror)
