@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[2] / "roles/vllm/files"), str(HERE)]
+from .harness import PACKAGE, Spark
 
-from harness import Spark  # noqa: E402  (found through the line above)
+sys.path.insert(0, str(PACKAGE))
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
-
-from harness import API_KEY, Spark
+from .harness import Spark
 
 
 def test_start_to_ready_and_stop(spark: Spark) -> None:
