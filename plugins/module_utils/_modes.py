@@ -24,14 +24,15 @@ PROPERTIES = (
     "NRestarts",
     "StatusText",
     "StateChangeTimestamp",
-    "ExecMainStatus",
+    "NeedDaemonReload",
 )
 
 
 @dataclass(frozen=True)
 class Unit:
     """One unit as systemd tells it. ``stale`` is true when the running engine was started with other settings than
-    those now on the disk, and None when that cannot be told (nothing runs, or its agent does not answer)."""
+    those now on the disk, and None when that cannot be told (nothing runs, or its agent does not answer).
+    ``outdated`` is true when systemd has not read the unit's file since it changed."""
 
     name: str
     installed: bool = False
@@ -44,6 +45,7 @@ class Unit:
     status: str = ""
     since: str = ""
     stale: bool | None = None
+    outdated: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -92,6 +94,9 @@ class Step:
     verb: str
     mode: str
 
+    def __str__(self) -> str:
+        return self.verb if self.verb == "daemon-reload" else f"{self.verb} {UNITS[self.mode]}"
+
 
 @dataclass
 class Change:
@@ -115,6 +120,11 @@ def change(units: Mapping[str, Unit], mode: str, restart_stale: bool = False) ->
     The new mode is enabled before the old one is touched: whatever breaks half-way, the next boot starts the new one.
     """
     result = Change()
+    outdated = [name for name, unit in units.items() if unit.outdated]
+    if outdated:
+        # Only then: a reload can take the GPU from running containers.
+        result.differences += [Difference(name, "unit file", "read before it changed", "read") for name in outdated]
+        result.steps.append(Step("daemon-reload", outdated[0]))
     # The wanted unit first, so that its wish is written down before anything is stopped.
     for name in sorted(UNITS, key=lambda name: name != mode):
         unit = units[name]
@@ -174,6 +184,7 @@ def unit_from(name: str, shown: Mapping[str, str], enabled: str, stale: bool | N
         status=shown.get("StatusText", ""),
         since=shown.get("StateChangeTimestamp", ""),
         stale=stale,
+        outdated=shown.get("NeedDaemonReload") == "yes",
     )
 
 

@@ -50,7 +50,6 @@ class Spark:
 
     def do(self, step: modes.Step) -> None:
         """Carry out one step. A start is only asked for, not waited for; a stop returns when the unit has stopped."""
-        unit = modes.UNITS[step.mode]
         # enable and disable reload systemd by default, which can take the GPU from a running container.
         options = {
             "enable": ["--no-reload"],
@@ -58,7 +57,8 @@ class Spark:
             "start": ["--no-block"],
             "restart": ["--no-block"],
         }
-        self.systemctl(step.verb, *options.get(step.verb, []), unit)
+        arguments = [] if step.verb == "daemon-reload" else [*options.get(step.verb, []), modes.UNITS[step.mode]]
+        self.systemctl(step.verb, *arguments)
 
     def wait(self, mode: str, seconds: float) -> modes.Unit:
         """Wait until the unit is active, has failed, or the time is over, and return it as it then stands."""

@@ -14,7 +14,8 @@ description:
   - The wished unit is enabled before the other is stopped. A play that dies half-way thus leaves a Spark that comes up in
     the new mode.
   - Stopping is graceful. The unit's agent first lets the gateway send no more, and waits for the requests in flight.
-  - Never reloads systemd, since that can take the GPU from running containers.
+  - Reloads systemd only when a unit's file has changed since systemd read it, since a reload can take the GPU from running
+    containers.
 options:
   mode:
     description:
@@ -140,7 +141,7 @@ def main() -> None:
     result: dict[str, t.Any] = {
         "changed": bool(change.steps),
         "before": {name: unit.told() for name, unit in before.items()},
-        "actions": [f"{step.verb} {modes.UNITS[step.mode]}" for step in change.steps],
+        "actions": [str(step) for step in change.steps],
         "diff": change.diff(),
         "durations": durations,
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from ansible_collections.twospark.serving.plugins.module_utils import _command as command
 
 
@@ -23,7 +24,7 @@ from ansible_collections.twospark.serving.plugins.module_utils import _command a
             ["--speculative-config", '{"method":"mtp","num_speculative_tokens":4}'],
         ),
         ({"speculative_config.num_tokens": 4}, ["--speculative-config.num_tokens", "4"]),
-        ({"chat-template": "it's {{ a \"b\" }} é\n"}, ["--chat-template", "it's {{ a \"b\" }} é\n"]),
+        ({"chat-template": 'it\'s {{ a "b" }} é\n'}, ["--chat-template", 'it\'s {{ a "b" }} é\n']),
         ({"x": "-1"}, ["--x=-1"]),
         ({"x": -1}, ["--x=-1"]),
         ({"x": ""}, ["--x", ""]),

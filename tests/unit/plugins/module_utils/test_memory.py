@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ansible_collections.twospark.serving.plugins.module_utils import _memory as memory
 
 SPARK = 121.69

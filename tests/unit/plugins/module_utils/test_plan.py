@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from ansible_collections.twospark.serving.plugins.module_utils import _plan as plan
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -59,16 +60,16 @@ def test_the_copy_of_the_pair() -> None:
     assert "--restart" not in " ".join(argv)
 
 
-@pytest.mark.parametrize(
-    ("share", "tokens", "requests"), [(0.74, 760_000, 2.9), (0.78, 1_080_000, 4.1)]
-)
+@pytest.mark.parametrize(("share", "tokens", "requests"), [(0.74, 760_000, 2.9), (0.78, 1_080_000, 4.1)])
 def test_the_memory_of_the_pair(share: float, tokens: int, requests: float) -> None:
     capacity = make(gpu_memory_utilization=share)["replica"]["capacity"]
     assert capacity["kv_tokens"] == pytest.approx(tokens, rel=0.01)
     assert capacity["full_context_requests"] == requests
 
 
-@pytest.mark.parametrize(("host", "rank", "peer"), [("spark-a", 0, "198.18.78.12"), ("spark-b", 1, "198.18.78.11")])
+@pytest.mark.parametrize(
+    ("host", "rank", "peer"), [("spark-a", 0, "198.18.78.12"), ("spark-b", 1, "198.18.78.11")]
+)
 def test_the_ranks_of_the_pair(host: str, rank: int, peer: str) -> None:
     made = make(host, fabric_interface="enp1s0f1np1", fabric_hcas=["rocep1s0f1", "roceP2p1s0f1"])["tp"]
     config, argv = made["config"], made["config"]["command"]
@@ -84,7 +85,9 @@ def test_the_ranks_of_the_pair(host: str, rank: int, peer: str) -> None:
 
 
 def test_the_modes_do_not_leak_into_each_other() -> None:
-    made = make(replica_flags={"max-model-len": 1000}, tp_environment={"ONLY_TP": 1}, engine_flags={"seed": 7})
+    made = make(
+        replica_flags={"max-model-len": 1000}, tp_environment={"ONLY_TP": 1}, engine_flags={"seed": 7}
+    )
     replica, tp = (made[mode]["config"]["command"] for mode in plan.MODES)
     assert (value_of(replica, "--max-model-len"), value_of(tp, "--max-model-len")) == ("1000", "262144")
     assert value_of(replica, "--seed") == value_of(tp, "--seed") == "7"
@@ -154,7 +157,9 @@ def test_speculation_can_be_turned_off(tokens: object, there: bool) -> None:
         ({"image": "a/b:nightly"}, ["vllm_image", "moves"]),
     ],
 )
-def test_bad_input_names_variable_value_and_what_is_allowed(settings: dict[str, Any], words: list[str]) -> None:
+def test_bad_input_names_variable_value_and_what_is_allowed(
+    settings: dict[str, Any], words: list[str]
+) -> None:
     problems = make(**settings)["problems"]
     assert problems, "accepted"
     assert any(all(word in problem for word in words) for problem in problems), problems
@@ -217,7 +222,12 @@ def test_what_can_be_switched_to(mode: str, asked: list[str], plans: Any, words:
 
 @pytest.mark.parametrize(
     ("mode", "host", "its"),
-    [("tp", "spark-a", "tp"), ("tp", "c", "replica"), ("replica", "c", "replica"), ("stopped", "c", "stopped")],
+    [
+        ("tp", "spark-a", "tp"),
+        ("tp", "c", "replica"),
+        ("replica", "c", "replica"),
+        ("stopped", "c", "stopped"),
+    ],
 )
 def test_a_third_spark_keeps_its_copy(mode: str, host: str, its: str) -> None:
     assert plan.host_mode(mode, host, SPARKS) == its
@@ -236,7 +246,9 @@ def test_a_third_spark_keeps_its_copy(mode: str, host: str, its: str) -> None:
         ({"spark-a": ["replica", "tp"], "spark-b": ["tp"]}, False, None, "spark-a has both modes enabled"),
     ],
 )
-def test_the_wish_is_read_from_the_enabled_units(enabled: Any, new: bool, mode: str | None, words: str) -> None:
+def test_the_wish_is_read_from_the_enabled_units(
+    enabled: Any, new: bool, mode: str | None, words: str
+) -> None:
     wish = plan.wanted_mode(enabled, SPARKS, new, "replica")
     assert bool(wish["problems"]) == bool(words)
     assert words in " ".join(wish["problems"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ansible_collections.twospark.serving.plugins.module_utils import _preflight as preflight
 
 SS = """\
@@ -77,7 +78,10 @@ def test_reading_help() -> None:
         (["vllm", "serve", "/m", "--max-model-len", "8", "--no-enable-prefix-caching"], []),
         (["--max_model_len=8", "--speculative-config.method", "mtp"], []),
         (["--no-enable-server-load-tracking"], []),
-        (["--max-modell-len", "8"], ["--max-modell-len", "Did you mean --max-model-len", "vllm_engine_flags"]),
+        (
+            ["--max-modell-len", "8"],
+            ["--max-modell-len", "Did you mean --max-model-len", "vllm_engine_flags"],
+        ),
         # The engine would take this beginning of a flag today; the next image may not.
         (["--max-model", "8"], ["--max-model"]),
         (["--swap-space", "4"], ["--swap-space", "img"]),
@@ -90,7 +94,17 @@ def test_flags(argv: list[str], words: list[str]) -> None:
 
 
 COMMAND = ["docker", "run", "--rm", "--name=vllm-tp", "--entrypoint=", "--env-file=/e", "--gpus=all"]
-COMMAND += ["--network=host", "--ipc=host", "--volume=/a:/a", "--mount=type=bind", "img", "vllm", "serve", "/m", "--x"]
+COMMAND += [
+    "--network=host",
+    "--ipc=host",
+    "--volume=/a:/a",
+    "--mount=type=bind",
+    "img",
+    "vllm",
+    "serve",
+    "/m",
+    "--x",
+]
 
 
 def test_asking_the_engine_needs_no_name_secret_or_mount() -> None:

@@ -6,12 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from ansible_collections.twospark.serving.plugins.module_utils import _status as status
 
 
 def unit(active: str = "inactive", **more: Any) -> dict[str, Any]:
     since = "Mon 2026-11-30 08:00:00 UTC"
-    return {"active": active, "sub": "", "result": "success", "status": "", "since": since, "stale": False, **more}
+    return {
+        "active": active,
+        "sub": "",
+        "result": "success",
+        "status": "",
+        "since": since,
+        "stale": False,
+        **more,
+    }
 
 
 def spark(wanted: str = "replica", phase: str | None = "serving", **units: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What is wrong with a gateway's variables, and how it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.twospark.serving.plugins.filter.gateway_problems import gateway_problems
+
+WORKER = {"name": "a", "host": "a", "address": "192.0.2.11", "port": 8000, "health_port": 9401, "max_requests": 12}
+HEAD = {**WORKER, "name": "a-tp", "health_port": 9402, "max_requests": 4}
+GOOD: dict[str, Any] = {
+    "address": "0.0.0.0",
+    "port": 8080,
+    "metrics_address": "127.0.0.1",
+    "metrics_port": 8405,
+    "log": "/dev/log",
+    "workers": [WORKER, HEAD],
+    "api_key": "",
+    "paths": ["/v1/models", "/v1/models/*"],
+    "connect_timeout": 2,
+    "queue_timeout": 300,
+    "stream_timeout": 3600,
+    "reload_grace": 7200,
+    "retry_after": 10,
+    "max_connections": 4096,
+    "threads": 2,
+}
+
+
+def problems(host: str = "gateway", address: str = "192.0.2.20", **changes: Any) -> list[str]:
+    return gateway_problems({**GOOD, **changes}, host, address)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"port": "8080", "threads": "4"},
+        {"address": "::", "metrics_address": "2001:db8::1"},
+        {"log": "192.0.2.9:514"},
+        {"api_key": "sk-0_A.b~c+d/e=="},
+        {"paths": ["/v1/audio/transcriptions", "/*"]},
+        {"workers": [{"name": "x", "address": "box.example", "port": 80, "max_requests": 1, "weight": 256}]},
+        {"workers": [{**WORKER, "weight": 0}, {**HEAD, "weight": 1}]},
+        # Another host's ports are no concern of this one.
+        {"port": 8000, "metrics_port": 9401},
+    ],
+)
+def test_good(changes: dict[str, Any]) -> None:
+    assert problems(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"port": 0},
+            "gateway_port is 0; allowed is a whole number from 1 to 65535. The TCP port for clients, like 8080.",
+        ),
+        (
+            {"threads": 65},
+            "gateway_threads is 65; allowed is a whole number from 1 to 64. Threads of the gateway; two suffice.",
+        ),
+        (
+            {"queue_timeout": "soon"},
+            "gateway_queue_timeout is 'soon'; allowed is a whole number from 1 to 86400. "
+            "Seconds that a request may wait for a free worker.",
+        ),
+        (
+            {"address": "all hosts"},
+            "gateway_address is 'all hosts'; allowed is one address, like 0.0.0.0 or 192.0.2.20.",
+        ),
+        (
+            {"log": "a b"},
+            "gateway_log is 'a b'; allowed is a socket like /dev/log or an address like 192.0.2.9:514.",
+        ),
+        (
+            {"paths": ["v1"]},
+            "gateway_paths has 'v1'; allowed is a path like /v1/completions, "
+            "or the beginning of paths like /v1/audio/*.",
+        ),
+        (
+            {"paths": ["/v1/*/speech"]},
+            "gateway_paths has '/v1/*/speech'; allowed is a path like /v1/completions, "
+            "or the beginning of paths like /v1/audio/*.",
+        ),
+        (
+            {"workers": []},
+            "gateway_workers is empty; allowed is one worker or more. "
+            "Put a host into group sparks, or list the workers.",
+        ),
+        (
+            {"workers": [WORKER, {**HEAD, "name": "a"}]},
+            "gateway_workers[1] (a): name is taken by gateway_workers[0]; give each worker its own.",
+        ),
+        (
+            {"workers": [{**WORKER, "name": "a b"}]},
+            "gateway_workers[0] (a b): name is 'a b'; allowed are letters, digits and _.:- in it. Rename the worker.",
+        ),
+        (
+            {"workers": [{**WORKER, "host": "a;b"}]},
+            "gateway_workers[0] (a): host is 'a;b'; allowed are letters, digits and _.:- in it.",
+        ),
+        (
+            {"workers": [{**WORKER, "address": ""}]},
+            "gateway_workers[0] (a): address is ''; allowed is one address or host name, like 192.0.2.11.",
+        ),
+        (
+            {"workers": [{**WORKER, "max_requests": 0}]},
+            "gateway_workers[0] (a): max_requests is 0; allowed is a whole number from 1 to 65535. "
+            "Requests that it serves at once; more wait in the gateway.",
+        ),
+        (
+            {"workers": [{**WORKER, "weight": 257}]},
+            "gateway_workers[0] (a): weight is 257; allowed is a whole number from 0 to 256. "
+            "Its share against the others'.",
+        ),
+        (
+            {"workers": [{**WORKER, "health_port": 70000}]},
+            "gateway_workers[0] (a): health_port is 70000; allowed is a whole number from 1 to 65535. "
+            "The port that answers GET /health.",
+        ),
+        (
+            {"workers": [WORKER, {**WORKER, "name": "b"}]},
+            "gateway_workers[1] (b): address, port and health_port are those of a, "
+            "so its cap would not hold. Take one out.",
+        ),
+        (
+            {"workers": [{**WORKER, "weight": 0}]},
+            "gateway_workers: every weight is 0, so none would get a request. Give one a weight from 1 to 256.",
+        ),
+        (
+            {"metrics_port": 8080},
+            "gateway_port is 8080, as is gateway_metrics_port; allowed is a free port. Give one of them another.",
+        ),
+        (
+            {"host": "a", "port": "8000", "workers": [WORKER]},
+            "gateway_port is 8000, as is port of worker a on this host; allowed is a free port. "
+            "Give one of them another.",
+        ),
+        (
+            {"address": "192.0.2.20", "port": 9401, "host": "other", "workers": [{**WORKER, "address": "127.0.0.1"}]},
+            "gateway_port is 9401, as is health_port of worker a on this host; allowed is a free port. "
+            "Give one of them another.",
+        ),
+        (
+            {"metrics_port": 9402, "host": "a"},
+            "gateway_metrics_port is 9402, as is health_port of worker a-tp on this host; allowed is a free port. "
+            "Give one of them another.",
+        ),
+    ],
+)
+def test_each_problem_is_named(changes: dict[str, Any], expected: str) -> None:
+    changes = dict(changes)
+    host = changes.pop("host", "gateway")
+    assert gateway_problems({**GOOD, **changes}, host, "192.0.2.20") == [expected]
+
+
+@pytest.mark.parametrize("key", ["two words", "line\nbreak", 'quo"te', "schlüssel", "a=b"])
+def test_a_bad_key_is_not_repeated(key: str) -> None:
+    (problem,) = problems(api_key=key)
+    assert problem.startswith("gateway_api_key (by default vllm_api_key) has a character")
+    assert key not in problem
+
+
+def test_all_problems_are_named_at_once() -> None:
+    assert len(problems(port=0, threads=0, workers=[{**WORKER, "max_requests": 0, "weight": -1}])) >= 4

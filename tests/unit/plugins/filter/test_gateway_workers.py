@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Which workers an inventory's Sparks make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible.errors import AnsibleFilterError
+from ansible_collections.twospark.serving.plugins.filter.gateway_workers import gateway_workers
+
+DEFAULTS = {
+    "vllm_preset": "large",
+    "vllm_port": 8000,
+    "vllm_replica_agent_port": 9401,
+    "vllm_tp_agent_port": 9402,
+    "vllm_max_requests": "",
+    "vllm_tp_max_requests": "",
+    "vllm_tp_hosts": "{{ a template that only its own role can read }}",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "large": {"replica": {"max_requests": 10}, "tp": {"max_requests": 4}},
+    "bare": {"replica": None},
+}
+A = {"ansible_host": "192.0.2.11", "fabric_address": "198.51.100.11"}
+B = {"ansible_host": "192.0.2.12", "fabric_address": "198.51.100.12"}
+COPY_A = {"name": "a", "host": "a", "address": "192.0.2.11", "port": 8000, "health_port": 9401, "max_requests": 10}
+COPY_B = {"name": "b", "host": "b", "address": "192.0.2.12", "port": 8000, "health_port": 9401, "max_requests": 10}
+HEAD_A = {"name": "a-tp", "host": "a", "address": "192.0.2.11", "port": 8000, "health_port": 9402, "max_requests": 4}
+HEAD_B = {**HEAD_A, "name": "b-tp", "host": "b", "address": "192.0.2.12"}
+
+
+@pytest.mark.parametrize(
+    ("hostvars", "expected"),
+    [
+        pytest.param({"a": A, "b": B}, [COPY_A, COPY_B, HEAD_A], id="a pair"),
+        pytest.param({}, [], id="no Spark"),
+        pytest.param({"a": A}, [COPY_A], id="one Spark has no tp"),
+        pytest.param(
+            {"a": A, "b": B, "c": {"ansible_host": "192.0.2.13"}},
+            [COPY_A, COPY_B, {**COPY_A, "name": "c", "host": "c", "address": "192.0.2.13"}, HEAD_A],
+            id="three Sparks: tp over the first two",
+        ),
+        pytest.param(
+            {"a": {**A, "vllm_tp_hosts": ["b", "a"]}, "b": {**B, "vllm_tp_hosts": ["b", "a"]}},
+            [COPY_A, COPY_B, HEAD_B],
+            id="the other head",
+        ),
+        pytest.param(
+            {"a": {**A, "vllm_tp_hosts": ["b", "a"]}, "b": B}, [COPY_A, COPY_B, HEAD_B], id="named on one"
+        ),
+        pytest.param({"a": {**A, "vllm_tp_hosts": []}, "b": B}, [COPY_A, COPY_B], id="tp is not wanted"),
+        pytest.param(
+            {"a": A, "b": {"ansible_host": "192.0.2.12"}}, [COPY_A, COPY_B], id="no direct link, no tp"
+        ),
+        pytest.param({"a": {}}, [{**COPY_A, "address": "a"}], id="reached by its name"),
+        pytest.param(
+            {"a": {**A, "vllm_port": "8001", "vllm_replica_agent_port": 9501, "vllm_max_requests": "3"}, "b": B},
+            [{**COPY_A, "port": 8001, "health_port": 9501, "max_requests": 3}, COPY_B, {**HEAD_A, "port": 8001}],
+            id="a host's own ports and cap, as text or number",
+        ),
+        pytest.param(
+            {"a": {**A, "vllm_tp_max_requests": 2, "vllm_tp_agent_port": 9502}, "b": B},
+            [COPY_A, COPY_B, {**HEAD_A, "max_requests": 2, "health_port": 9502}],
+            id="the head's own cap",
+        ),
+        pytest.param(
+            {"a": {**A, "vllm_preset": "bare"}, "b": {**B, "vllm_preset": "bare"}},
+            [{**COPY_A, "max_requests": 12}, {**COPY_B, "max_requests": 12}, {**HEAD_A, "max_requests": 12}],
+            id="a preset that states no cap",
+        ),
+    ],
+)
+def test_workers(hostvars: dict[str, dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert gateway_workers(list(hostvars), hostvars, DEFAULTS, PRESETS) == expected
+
+
+@pytest.mark.parametrize(
+    ("hostvars", "message"),
+    [
+        (
+            {"a": {**A, "vllm_port": "web"}},
+            "vllm_port of a is 'web'; allowed is a whole number. Mend it in the inventory.",
+        ),
+        (
+            {"a": {**A, "vllm_preset": "small"}},
+            "vllm_preset of a is 'small'; presets given are large, bare.",
+        ),
+        (
+            {"a": {**A, "vllm_tp_hosts": ["a", "b"]}, "b": {**B, "vllm_tp_hosts": ["b", "a"]}},
+            "vllm_tp_hosts differs (a: a, b; b: b, a). Set it once, for the group sparks.",
+        ),
+        (
+            {"a": {**A, "vllm_tp_hosts": ["a", "z"]}, "b": B},
+            "vllm_tp_hosts names z, not in group sparks; allowed are a, b. "
+            "Add the host to the group, or name another.",
+        ),
+    ],
+)
+def test_what_cannot_be_used(hostvars: dict[str, dict[str, Any]], message: str) -> None:
+    with pytest.raises(AnsibleFilterError) as error:
+        gateway_workers(list(hostvars), hostvars, DEFAULTS, PRESETS)
+    assert str(error.value) == message
