@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The `vllm` command line: the flags of the real parser, refused with its exit statuses.
+
+The flags come from the real parser's own table (`flags-0.33.0.json`); what the table does not tell
+(value types behind `Optional`, keys of JSON objects, parser names) stands in `names-0.33.0.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from standin import VERSION
+
+_HERE = Path(__file__).resolve().parent
+FLAGS: list[dict[str, Any]] = json.loads((_HERE / f"flags-{VERSION}.json").read_text())["flags"]
+NAMES: dict[str, Any] = json.loads((_HERE / f"names-{VERSION}.json").read_text())
+
+# What the b12x image, a fork, takes beside upstream's flags.
+FORK_FLAGS: list[dict[str, Any]] = [{"opts": ["--gdn-decode-kernel"], "value": "str"}]
+FORK_LOAD_FORMATS = ["b12x"]
+
+DEFAULTS: dict[str, Any] = {
+    "distributed_timeout_seconds": 600,
+    "gpu_memory_utilization": 0.92,
+    "load_format": "auto",
+    "kv_cache_dtype": "auto",
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
+    "max_num_seqs": 256,
+    "nnodes": 1,
+    "node_rank": 0,
+    "pipeline_parallel_size": 1,
+    "port": 8000,
+    "runner": "auto",
+    "shutdown_timeout": 0,
+    "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
+    "fingerprint_mode": "full",
+}
+
+_MULTIPLIERS = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
+
+
+def human_readable_int(value: str) -> int:
+    """`25.6k` is 25600, `1K` is 1024; a fraction goes with a decimal suffix only."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", value.strip())
+    if not match:
+        return int(value)
+    number, suffix = match.groups()
+    if suffix.isupper():
+        return int(number) * _MULTIPLIERS[suffix]
+    return int(float(number) * _MULTIPLIERS[suffix])
+
+
+def human_readable_int_or_auto(value: str) -> int:
+    """As `human_readable_int`; `auto` and `-1` mean: as much as fits."""
+    return -1 if value.strip().lower() in ("-1", "auto") else human_readable_int(value)
+
+
+def json_value(value: str) -> Any:
+    """Any JSON value. argparse turns the error of bad JSON into exit status 2."""
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
+
+
+def json_object(value: str, known_keys: Sequence[str] | None) -> dict[str, Any]:
+    """A JSON object, with none but the known keys when these are known."""
+    parsed = json_value(value)
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
+    if unknown := sorted(set(parsed) - set(known_keys or parsed)):
+        raise argparse.ArgumentTypeError(f"unknown keys {', '.join(unknown)} in {value}")
+    return parsed
+
+
+def object_or_text(value: str) -> Any:
+    """A JSON object where the value looks like one, else the text itself."""
+    return json_value(value) if value.lstrip().startswith("{") else value
+
+
+def _value_type(name: str, table_type: str) -> Callable[[str], Any]:
+    kind = NAMES["value_types"].get(name, table_type)
+    plain: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "loads": json_value,
+        "union_dict_and_str": object_or_text,
+        "human_readable_int": human_readable_int,
+        "human_readable_int_or_auto": human_readable_int_or_auto,
+    }
+    if kind == "object":
+        # The real parser leaves the keys of this one to the engine, which exits with 1.
+        keys = None if name == "speculative-config" else NAMES["object_keys"].get(name)
+        return partial(json_object, known_keys=keys)
+    convert = plain.get(kind, str)
+    if table_type == "_optional_type":
+        return lambda value: None if value in ("", "None") else convert(value)
+    return convert
+
+
+class _Switch(argparse.Action):
+    """A boolean with its negative spellings (`--no-x`, `--disable-x` for `--enable-x`)."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, positive: Sequence[str]) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=None)
+        self.positive = positive
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, option_string in self.positive)
+
+
+def _add_flag(parser: argparse.ArgumentParser, flag: dict[str, Any]) -> None:
+    opts: list[str] = flag["opts"]
+    if not opts:
+        parser.add_argument("model_tag", nargs="?", help="folder of the model")
+        return
+    if "--help" in opts:
+        parser.add_argument(*opts, action="help", help="show this list (`--help=all`) and exit")
+        return
+    if "value" not in flag:
+        long = [opt for opt in opts if opt.startswith("--")]
+        name = next((opt for opt in long if f"--no-{opt[2:]}" in long), long[0])
+        positive = [name, *(opt for opt in opts if not opt.startswith("--"))]
+        parser.add_argument(*opts, dest=name[2:].replace("-", "_"), action=_Switch, positive=positive)
+        return
+    dest = "gpu_memory_utilization" if "--gpu-memory-utilization" in opts else None
+    name = next(opt for opt in opts if opt.startswith("--"))[2:]
+    dest = dest or name.replace("-", "_")
+    options: dict[str, Any] = {
+        "dest": dest,
+        "type": _value_type(name, flag["value"]),
+        "default": DEFAULTS.get(dest),
+    }
+    if choices := flag.get("choices"):
+        options["choices"] = [None if c == "None" else options["type"](c) for c in choices]
+        options["metavar"] = "{" + ",".join(choices) + "}"
+    if "nargs" in flag:
+        options["nargs"] = flag["nargs"]
+    parser.add_argument(*opts, **options)
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """The parser of `vllm serve`."""
+    parser = argparse.ArgumentParser("vllm serve", usage="vllm serve [model_tag] [options]", add_help=False)
+    for flag in [*FLAGS, *FORK_FLAGS]:
+        _add_flag(parser, flag)
+    return parser
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """Option names with dashes; `--flag.key value` and `--flag.key+ value` gathered into one JSON value."""
+    result: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--"):
+            result.append(word)
+            continue
+        option, equals, value = word.partition("=")
+        flag, dot, path = option.partition(".")
+        flag = flag.replace("_", "-")
+        if not dot:
+            result.append(flag + equals + value)
+            continue
+        if not equals:
+            value = next(words, "")
+        keys = path.removesuffix("+").split(".")
+        parsed: Any = value.split(",") if path.endswith("+") else _json_or_text(value)
+        node = objects.setdefault(flag, {})
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        if isinstance(node.get(keys[-1]), list) and isinstance(parsed, list):
+            parsed = node[keys[-1]] + parsed
+        node[keys[-1]] = parsed
+    for flag, content in objects.items():
+        result += [flag, json.dumps(content)]
+    return result
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def refuse(message: str) -> NoReturn:
+    """End as the real engine does on a value it cannot work with: exit status 1."""
+    print(f"ValueError: {message}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse what follows `vllm serve`. Exits with 2 as argparse does, with 1 where the real check comes later."""
+    if argv and argv[0].startswith("-") and any(re.match("--served[-_]model[-_]name(=|$)", a) for a in argv):
+        refuse(
+            "`model` should be provided as the first positional argument: `vllm serve <model> --<arg> <value>`."
+        )
+    args = serve_parser().parse_args(normalise(argv))
+    args.model = args.model_tag or args.model
+    return args
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """The `vllm` command. Does not return."""
+    if argv and argv[0] in ("--version", "-v"):
+        print(f"{VERSION}+standin")
+        sys.exit(0)
+    if not argv or argv[0] != "serve":
+        print("usage: vllm [-v] serve [model_tag] [options]", file=sys.stderr)
+        sys.exit(0 if argv and argv[0] in ("--help", "-h") else 2)
+    options = argv[1:]
+    if any(word.startswith("--help=") for word in options):
+        serve_parser().print_help()
+        sys.exit(0)
+    args = parse(options)
+    from standin import config, engine  # aiohttp is slow to import, and not needed to refuse a command line
+
+    settings = config.Settings.from_environment(os.environ)
+    engine.serve(config.configure(args, settings, os.environ))
