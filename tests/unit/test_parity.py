@@ -64,11 +64,15 @@ def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def specs(role: str) -> dict[str, Any]:
+    """A role's entry points by name."""
+    entries: dict[str, Any] = load(ROOT / "roles" / role / "meta/argument_specs.yml")["argument_specs"]
+    return entries
+
+
 def main_spec(role: str) -> dict[str, dict[str, Any]]:
     """The options of a role's main entry point by name."""
-    options: dict[str, dict[str, Any]] = load(ROOT / "roles" / role / "meta/argument_specs.yml")[
-        "argument_specs"
-    ]["main"].get("options", {})
+    options: dict[str, dict[str, Any]] = specs(role)["main"].get("options", {})
     return options
 
 
@@ -112,7 +116,8 @@ class TestRole:
                 assert "{{" in str(value), f"{name}: say its default in meta/argument_specs.yml too"
 
     def test_each_option_is_described_and_typed(self, role: str) -> None:
-        for name, option in all_options(main_spec(role)):
+        entries = specs(role).values()
+        for name, option in (pair for entry in entries for pair in all_options(entry.get("options", {}))):
             assert option.get("description"), f"{name} has no description"
             assert option.get("type") in TYPES, f"{name} has no type"
             assert option["type"] != "list" or "elements" in option, (
@@ -137,7 +142,7 @@ class TestRole:
         assert stale == set(), "in README.md only"
 
     def test_spec_has_a_short_description(self, role: str) -> None:
-        for entry, spec in load(ROOT / "roles" / role / "meta/argument_specs.yml")["argument_specs"].items():
+        for entry, spec in specs(role).items():
             assert spec.get("short_description"), entry
 
 
