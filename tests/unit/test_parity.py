@@ -141,9 +141,7 @@ class TestRole:
                 )
 
     def test_variables_carry_the_roles_name(self, role: str) -> None:
-        # fabric_address belongs to the host, not to one role.
-        shared = {"fabric_address"}
-        assert {name for name in main_spec(role) if not name.startswith(f"{role}_")} - shared == set()
+        assert {name for name in main_spec(role) if not name.startswith(f"{role}_")} == set()
 
     def test_readme_tells_the_same(self, role: str) -> None:
         """The table `| variable | type | default | meaning |` of the role's README."""
