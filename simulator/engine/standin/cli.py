@@ -239,7 +239,10 @@ def main(argv: Sequence[str]) -> NoReturn:
         serve_parser().print_help()
         sys.exit(0)
     args = parse(options)
-    from standin import config, engine  # aiohttp is slow to import, and not needed to refuse a command line
+    from standin import config
 
     settings = config.Settings.from_environment(os.environ)
-    engine.serve(config.configure(args, settings, os.environ))
+    configuration = config.configure(args, settings, os.environ)
+    from standin import engine  # slow to import (aiohttp), and not needed to refuse a command line
+
+    engine.serve(configuration)

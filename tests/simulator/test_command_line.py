@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The command line is refused and taken as the real parser does it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[2] / "simulator" / "engine" / "vllm"
+FLAGS = json.loads((PROGRAM.parent / "standin" / "flags-0.33.0.json").read_text())["flags"]
+# Ends a run right after the command line is taken.
+LOADED = {"STANDIN_LOAD_SECONDS": "0", "STANDIN_FAULT_AT_START": "exit 42"}
+
+
+def vllm(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *words],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--no-such-flag"],
+        ["--swap-space", "4"],
+        ["--task", "generate"],
+        ["--dtype", "float128"],
+        ["--port", "eighty"],
+        ["--max-num-seqs", "1.5"],
+        ["--max-model-len", "262144x"],
+        ["--max-num-queued-reqs", "many"],
+        ["--compilation-config", "{"],
+        ["--compilation-config", '{"level": 3}'],
+        ["--compilation-config.level", "3"],
+        ["--speculative-config", "mtp"],
+        ["--default-chat-template-kwargs", "thinking"],
+        ["--max-num", "8"],
+        ["--gpu-memory-utilization"],
+        ["a-second-model"],
+    ],
+    ids=" ".join,
+)
+def test_the_parser_refuses_with_2(model: Path, flags: list[str]) -> None:
+    result = vllm("serve", str(model), *flags, **LOADED)
+    assert result.returncode == 2, result.stderr
+    assert "vllm serve: error: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--gpu-memory-utilization", "1.7"], "gpu_memory_utilization"),
+        (["--gpu-memory-utilization", "0"], "gpu_memory_utilization"),
+        (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
+        (["--port", "99999"], "port"),
+        (["--max-model-len", "300k"], "max_model_len"),
+        (["--kv-cache-dtype", "fp9"], "fp9"),
+        (["--enable-auto-tool-choice"], "--tool-call-parser"),
+        (["--tool-call-parser", "quen3"], "quen3"),
+        (["--reasoning-parser", "quen3"], "quen3"),
+        (["--speculative-config", '{"method": "mtp", "num_speculative_token": 4}'], "num_speculative_token"),
+        (["--speculative-config", '{"method": "mtp"}'], "num_speculative_tokens"),
+        (["-tp", "2"], "World size"),
+        (["-tp", "1", "--nnodes", "2"], "World size"),
+        (["-tp", "2", "--nnodes", "2", "--node-rank", "2", "--headless"], "node_rank"),
+        (["-tp", "2", "--nnodes", "2", "--node-rank", "1"], "--headless"),
+        (["--pipeline-parallel-size", "2"], "pipeline"),
+        (["--ssl-keyfile", "/key.pem"], "--ssl-keyfile"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_values_are_refused_with_1(model: Path, flags: list[str], named: str) -> None:
+    result = vllm("serve", str(model), *flags, **LOADED)
+    assert result.returncode == 1, result.stderr
+    assert named in result.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--gpu-memory-util 0.7",
+        "--device-memory-utilization 0.7",
+        "--gpu_memory_utilization=0.7",
+        "--speculative_config.method mtp --speculative-config.num_speculative_tokens 4",
+        "--compilation-config.cudagraph_capture_sizes+ 1,2",
+        '--compilation-config {"pass_config":{"fuse_act_quant":true}}',
+        "--max-model-len 256K --max-num-batched-tokens 4096",
+        "--max-model-len auto",
+        "--no-enable-prefix-caching --disable-log-requests --no-enable-flashinfer-autotune",
+        "--safetensors-load-strategy None",
+        "--load-format b12x --gdn-decode-kernel b12x --linear-backend b12x --moe-backend b12x",
+        "--enable-auto-tool-choice --tool-call-parser qwen3_xml --reasoning-parser qwen3",
+        "--mamba-cache-mode align --mm-encoder-tp-mode data --block-size 16 --kv-cache-dtype fp8",
+    ],
+)
+def test_taken(model: Path, flags: str) -> None:
+    result = vllm("serve", str(model), *flags.split(), **LOADED)
+    assert result.returncode == 42, result.stderr
+
+
+def test_the_model_must_be_a_folder_with_a_configuration(tmp_path: Path) -> None:
+    missing = vllm("serve", str(tmp_path / "nowhere"), **LOADED)
+    assert (missing.returncode, "nowhere" in missing.stderr) == (1, True)
+    (tmp_path / "config.json").write_text("{")
+    broken = vllm("serve", str(tmp_path), **LOADED)
+    assert (broken.returncode, "config.json" in broken.stderr) == (1, True)
+
+
+def test_the_model_comes_before_its_served_names(model: Path) -> None:
+    assert vllm("serve", "--served-model-name", "a", "--port", "1", str(model), **LOADED).returncode == 1
+
+
+def test_attention_heads_must_divide(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 15}')
+    result = vllm("serve", str(tmp_path), "-tp", "2", "--nnodes", "2", **LOADED)
+    assert (result.returncode, "heads (15)" in result.stderr) == (1, True)
+
+
+def test_knobs_of_the_simulation_are_checked(model: Path) -> None:
+    result = vllm("serve", str(model), STANDIN_SPEED="fast")
+    assert (result.returncode, "STANDIN_SPEED" in result.stderr) == (1, True)
+
+
+def test_help_lists_every_flag_of_the_real_parser() -> None:
+    result = vllm("serve", "--help=all")
+    assert result.returncode == 0
+    listed = set(re.findall(r"(?<![\w-])--[a-z0-9-]+", result.stdout))
+    assert {opt for flag in FLAGS for opt in flag["opts"] if opt.startswith("--")} <= listed
+    assert "--gdn-decode-kernel" in listed
+
+
+def test_version() -> None:
+    result = vllm("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, "0.33.0+standin")
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_other_commands_are_refused(words: list[str]) -> None:
+    assert vllm(*words).returncode == 2
