@@ -37,12 +37,16 @@ def run(arguments: list[str]) -> int:
     if file.exists():
         print(f"docker: Error response from daemon: Conflict. The container name /{name} is already in use.")
         return 125
-    with (STATE / "runs").open("a") as runs:
-        runs.write(f"{name}\n")
     engine = subprocess.Popen(
-        [sys.executable, "-IS", os.environ["FAKE_ENGINE"], *arguments], start_new_session=True
+        [sys.executable, "-IS", os.environ["FAKE_ENGINE"], *arguments],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
     )
     file.write_text(str(engine.pid))
+    assert engine.stdout is not None
+    for line in engine.stdout:  # the client passes the output on; a container does not hold the client's own
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
     status = engine.wait()
     file.unlink(missing_ok=True)
     return status if status >= 0 else 128 - status

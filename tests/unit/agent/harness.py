@@ -7,11 +7,11 @@ import contextlib
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +35,11 @@ def free_port(address: str = "127.0.0.1") -> int:
         return port
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
-    """Wait until `condition()` is true and return its value."""
+def wait_until(condition: Callable[[], Any], what: Callable[[], str], seconds: float = PATIENCE) -> Any:
+    """Wait until `condition()` is true and return its value; `what()` tells what was waited for."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what()}"
         time.sleep(0.02)
     return value
 
@@ -61,9 +61,13 @@ class Spark:
         self.environment_file.write_text(f"# engine\nVLLM_API_KEY={API_KEY}\nA=1\n")
         self.notifications = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notifications.bind(str(folder / "notify"))
-        self.notifications.setblocking(False)
+        self.notifications.settimeout(0.2)
         self.messages: list[str] = []
-        self.watchdog_seconds = 1.0
+        self._listening = True
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self.watchdog_seconds = 0.6
+        self.path = f"{folder / 'bin'}:{os.environ['PATH']}"
         self.process: subprocess.Popen[bytes] | None = None
         self.log = folder / "journal"
         port = free_port()
@@ -95,8 +99,8 @@ class Spark:
                 "verify": 5,
                 "drain": 10,
                 "drain_notice": 0.3,
-                "engine_shutdown": 1,
-                "container_stop": 2,
+                "engine_shutdown": 0.5,
+                "container_stop": 1,
             },
             "watchdog": {"interval": 0.2, "canary_timeout": 0.5, "strikes": 3},
             "pair": None,
@@ -116,6 +120,8 @@ class Spark:
         if engine := self.engine_pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine, signal.SIGKILL)
+        self._listening = False
+        self._listener.join()
         self.notifications.close()
 
     def join_pair(self, rank: int, head: Spark) -> None:
@@ -155,7 +161,7 @@ class Spark:
         file = self.folder / "config.json"
         file.write_text(json.dumps(self.config))
         environment = {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PATH": self.path,
             "PYTHONPATH": str(PACKAGE),
             "NOTIFY_SOCKET": str(self.folder / "notify"),
             "WATCHDOG_USEC": str(round(self.watchdog_seconds * 1e6)),
@@ -168,6 +174,7 @@ class Spark:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(self.folder / "proc"), "--config", str(file)],
                 env=environment,
+                start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -183,25 +190,30 @@ class Spark:
         assert self.process is not None
         return self.process.wait(seconds)
 
-    def read_messages(self) -> list[str]:
-        """Everything that systemd was told so far."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
+    def _listen(self) -> None:
+        while self._listening:
+            with contextlib.suppress(TimeoutError):
                 self.messages += self.notifications.recv(65536).decode().split("\n")
-        return self.messages
 
     def wait_for(self, message: str) -> None:
         """Wait until systemd is told something that begins with `message`."""
 
         def told() -> bool:
-            return any(each.startswith(message) for each in self.read_messages())
+            return any(each.startswith(message) for each in self.messages)
 
-        wait_until(told, f"{message}, got {self.messages[-3:]}")
+        wait_until(told, lambda: f"{message}, got {self.messages[-3:]}")
 
     def ready(self) -> None:
         """Start the agent and wait until it is serving."""
         self.start()
         self.wait_for("READY=1")
+
+    def ready_when_busy(self) -> None:
+        """Start the agent on an engine that only becomes busy, as ordered now, once it is serving."""
+        orders = self.control.read_text()
+        self.order()
+        self.ready()
+        self.order(**json.loads(orders))
 
     def get(self, path: str) -> tuple[int, str]:
         """Ask the agent."""
@@ -222,7 +234,7 @@ class Spark:
 
     def wait_for_phase(self, phase: str) -> None:
         """Wait until the agent says it is in this phase."""
-        wait_until(lambda: self.phase() == phase, f"phase {phase}, is {self.phase()}")
+        wait_until(lambda: self.phase() == phase, lambda: f"phase {phase}, is {self.phase()}")
 
     def journal(self) -> str:
         """What the agent and its engine have logged."""
@@ -237,9 +249,24 @@ class Spark:
             return None
 
     @property
+    def client_pid(self) -> int:
+        """The docker client that the agent runs: the parent of the engine."""
+        fields = Path(f"/proc/{self.engine_pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[1])
+
+    @property
     def docker_calls(self) -> list[str]:
         """The docker commands so far."""
         return (self.folder / "docker/calls").read_text().splitlines()
+
+    @property
+    def started_containers(self) -> list[str]:
+        """Their names, one for each start."""
+        return [
+            call.split()[call.split().index("--name") + 1]
+            for call in self.docker_calls
+            if call.startswith("run")
+        ]
 
     @property
     def history(self) -> dict[str, Any]:
@@ -247,7 +274,3 @@ class Spark:
         text = (self.folder / "state" / f"{self.config['mode']}-history.json").read_text()
         document: dict[str, Any] = json.loads(text)
         return document
-
-    def forget(self) -> None:
-        """Remove all state, as on a new host."""
-        shutil.rmtree(self.folder / "state")

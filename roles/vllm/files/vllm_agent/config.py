@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -207,7 +208,8 @@ def _check_whole(config: Config) -> None:
             limits.engine_shutdown,
             f"less than timeouts.container_stop, which is {limits.container_stop:g}",
         )
-    if f"--name {config.container}" not in " ".join(config.command).replace("--name=", "--name "):
+    names = [value for option, value in pairwise(config.command) if option == "--name"]
+    if f"--name={config.container}" not in config.command and config.container not in names:
         raise _wrong("command", config.command, f"a docker run with --name {config.container}")
     if (config.mode == "tp") != (config.pair is not None):
         raise ConfigError(f"pair must be set in mode tp and null in mode replica; mode is {config.mode}")

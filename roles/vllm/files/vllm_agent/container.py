@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -90,17 +91,25 @@ class Container:
 
     async def start(self) -> None:
         """Start the docker client in a session of its own, where no signal meant for us reaches it."""
+        # A pipe of our own: asyncio's would delay the news of the exit for as long as anybody holds its other end.
+        ours, clients = os.pipe()
+        output = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb", buffering=0)
+        )
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=clients,
+                stderr=clients,
                 start_new_session=True,
             )
         except OSError as error:
             raise ContainerError(f"{self._command[0]} cannot be run: {error.strerror}") from error
-        self._output = asyncio.create_task(self._pass_lines_on())
+        finally:
+            os.close(clients)
+        self._output = asyncio.create_task(self._pass_lines_on(output))
 
     async def wait(self) -> int:
         """Wait for the end of the docker client; returns its exit status, which is the container's."""
@@ -155,11 +164,9 @@ class Container:
         except TimeoutError:
             pass
 
-    async def _pass_lines_on(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
+    async def _pass_lines_on(self, output: asyncio.StreamReader) -> None:
         rest = b""
-        while chunk := await self._process.stdout.read(2**16):
+        while chunk := await output.read(2**16):
             *lines, rest = _LINE_END.split(rest + chunk)
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""

@@ -7,6 +7,8 @@ import contextlib
 import os
 import socket
 
+_SEND_SECONDS = 1.0
+
 
 class Notifier:
     """Sends assignments such as READY=1 to the socket that systemd names in NOTIFY_SOCKET."""
@@ -16,7 +18,7 @@ class Notifier:
         self._socket: socket.socket | None = None
         if self._address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            self._socket.setblocking(False)
+            self._socket.settimeout(_SEND_SECONDS)
 
     @property
     def watchdog_seconds(self) -> float | None:
@@ -26,7 +28,7 @@ class Notifier:
         return int(microseconds) / 1e6 if self._socket and microseconds.isdigit() and for_us else None
 
     def send(self, *assignments: str) -> None:
-        """Send one message. What systemd does not take at once is lost; the next one follows soon."""
+        """Send one message. What systemd does not take in time is lost, so say again what must be known."""
         if self._socket is None:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from threading import Thread
 from typing import Any
 
@@ -217,11 +218,17 @@ class StatusServer(ThreadingHTTPServer):
     """Serves /health, /status and /metrics on every address; raises OSError when the port is taken."""
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, port: int, status: Status) -> None:
         super().__init__(("", port), _Handler)
         self.status = status
         Thread(target=self.serve_forever, name="status", daemon=True).start()
+
+    def server_bind(self) -> None:
+        """As in HTTPServer, but without its look-up of the host's name, which may wait for a DNS server."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away in the middle of an answer is no news."""

@@ -32,7 +32,7 @@ STOPPED_AS_ASKED = 0
 FAILED = 1
 UNUSABLE_CONFIGURATION = 2
 
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.25
 _PULSE_SECONDS = 5.0
 _EXTENSION_SECONDS = 60  # systemd gives up on a start when no sign of life came for so long
 _KEPT_LINES = 40
@@ -121,7 +121,7 @@ class Supervisor:
         self._history.remember_start(self._config.image, time.monotonic() - started)
         self._enter(Phase.SERVING)
         self._ready = True
-        self._notifier.send("READY=1", f"STATUS={self._status.line()}")
+        self._notifier.send("READY=1", self._status_line())
         if self._engine is None:
             await asyncio.Event().wait()  # the head watches for both ranks
         else:
@@ -244,36 +244,41 @@ class Supervisor:
         """Look at the engine at each interval; ends only when it is wedged."""
         settings = self._config.watchdog
         watch = Watch(settings.strikes, settings.canary_timeout)
-        canary: asyncio.Task[None] | None = None
+        canary: asyncio.Task[str] | None = None
         try:
             while True:
-                counters = await self._scrape(engine)
-                verdict = watch.look(time.monotonic(), counters)
-                if canary is not None and canary.done():
-                    self._judge(canary, watch)
+                verdict = watch.look(time.monotonic(), await self._scrape(engine))
+                if canary is not None and verdict is Verdict.BUSY:
+                    canary.cancel()  # it has its answer
                     canary = None
-                elif canary is not None and verdict is Verdict.BUSY:
-                    canary.cancel()
+                elif canary is not None and canary.done():
+                    self._judge(canary.result(), watch)
                     canary = None
                 if watch.wedged:
                     await self._give_up_wedged(watch.strikes)
-                if verdict is Verdict.SUSPECT and canary is None:
-                    self._status.canaries += 1
-                    canary = asyncio.create_task(engine.complete_one_token(settings.canary_timeout))
+                if canary is None and verdict is Verdict.SUSPECT:
+                    canary = asyncio.create_task(self._send_canary(engine, settings.canary_timeout))
                 await asyncio.sleep(settings.interval)
         finally:
             if canary is not None:
                 canary.cancel()
 
-    def _judge(self, canary: asyncio.Task[None], watch: Watch) -> None:
+    async def _send_canary(self, engine: Engine, seconds: float) -> str:
+        """Ask for one token; returns what went wrong, empty when it came."""
+        self._status.canaries += 1
         try:
-            canary.result()
+            await engine.complete_one_token(seconds)
         except EngineError as error:
-            self._status.canary_failures += 1
-            watch.canary_failed()
-            log.warning("strike %d of %d: no progress, and %s", watch.strikes, watch.strikes_allowed, error)
-        else:
+            return str(error)
+        return ""
+
+    def _judge(self, complaint: str, watch: Watch) -> None:
+        if not complaint:
             watch.canary_passed(time.monotonic())
+            return
+        self._status.canary_failures += 1
+        watch.canary_failed()
+        log.warning("strike %d of %d: no progress, and %s", watch.strikes, watch.strikes_allowed, complaint)
 
     async def _scrape(self, engine: Engine) -> Counters | None:
         """Read the engine's counters into the status; None when they cannot be read."""
@@ -323,7 +328,7 @@ class Supervisor:
             self._enter(Phase.STOPPING)
         elif self._status.stage.phase is not Phase.FAILED:
             self._fail(str(failure))
-        self._notifier.send("STOPPING=1", f"STATUS={self._status.line()}")
+        self._notifier.send("STOPPING=1", self._status_line())
         grace = self._config.timeouts.container_stop if graceful and self._engine is not None else None
         await self._container.end(grace, self._hurry)
         if self._pair is not None:
@@ -386,19 +391,28 @@ class Supervisor:
     # What it tells
 
     async def _pulse(self) -> None:
-        """Show systemd that this loop turns: by asking for more time to start, then by its watchdog."""
+        """Show systemd that this loop turns: by asking for more time to start, then by its watchdog.
+
+        Says again what was said before, as a message may be lost while systemd is busy.
+        """
         period = min(_PULSE_SECONDS, (self._notifier.watchdog_seconds or _PULSE_SECONDS * 3) / 3)
         while True:
-            if not self._wedged:
-                sign = "WATCHDOG=1" if self._ready else f"EXTEND_TIMEOUT_USEC={_EXTENSION_SECONDS * 10**6}"
-                self._notifier.send(sign, f"STATUS={self._status.line()}")
+            if not self._ready:
+                self._notifier.send(f"EXTEND_TIMEOUT_USEC={_EXTENSION_SECONDS * 10**6}", self._status_line())
+            elif self._status.stage.phase is Phase.SERVING:
+                self._notifier.send("READY=1", "WATCHDOG=1", self._status_line())
+            elif not self._wedged:
+                self._notifier.send("WATCHDOG=1", self._status_line())
             await asyncio.sleep(period)
+
+    def _status_line(self) -> str:
+        return f"STATUS={self._status.line()}"
 
     def _enter(self, phase: Phase, cause: str = "") -> None:
         self._status.enter(phase, cause)
         if self._pair is not None:
             self._pair.tell(phase, cause)
-        self._notifier.send(f"STATUS={self._status.line()}")
+        self._notifier.send(self._status_line())
         level = logging.ERROR if phase is Phase.FAILED else logging.INFO
         log.log(level, "%s%s", phase, cause and f": {cause}")
 
