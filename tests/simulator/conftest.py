@@ -21,7 +21,7 @@ import pytest
 
 PROGRAM = Path(__file__).resolve().parents[2] / "simulator" / "engine" / "vllm"
 TEST_SECONDS = 25
-DEFAULT_ENVIRONMENT = {"STANDIN_LOAD_SECONDS": "0.2", "STANDIN_SPEED": "50"}
+DEFAULT_ENVIRONMENT = {"STANDIN_LOAD_SECONDS": "0.05", "STANDIN_SPEED": "50"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,12 +45,25 @@ def free_port(address: str = "127.0.0.1") -> int:
 class Engine:
     """One `vllm serve` that runs; its address, its processes, its log, and an HTTP client."""
 
-    def __init__(self, model: Path, log: Path, *flags: str, address: str = "127.0.0.1", **environment: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, *flags: str, address: str = "127.0.0.1", **environment: str
+    ) -> None:
         self.address = address
         self.port = free_port(address)
         self.log_path = log
-        command = [sys.executable, str(PROGRAM), "serve", str(model), "--host", address, "--port", str(self.port)]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("STANDIN", "VLLM"))}
+        command = [
+            sys.executable,
+            str(PROGRAM),
+            "serve",
+            str(model),
+            "--host",
+            address,
+            "--port",
+            str(self.port),
+        ]
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("STANDIN", "VLLM"))
+        }
         self.started = time.monotonic()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -64,7 +77,7 @@ class Engine:
     @property
     def log(self) -> str:
         """All that it has printed."""
-        return self.log_path.read_text(errors="replace")
+        return self.log_path.read_bytes().decode(errors="replace")
 
     def url(self, path: str) -> str:
         """Where a path of its API is."""

@@ -32,7 +32,10 @@ WEATHER = {
         },
     },
 }
-CLOCK = {"type": "function", "function": {"name": "read_clock", "parameters": {"type": "object", "properties": {}}}}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "read_clock", "parameters": {"type": "object", "properties": {}}},
+}
 ASKING = [{"role": "user", "content": "What is the weather in 'Bern'?"}]
 
 
@@ -209,7 +212,9 @@ async def test_auto_tool_choice_needs_its_flag(keyed: Engine) -> None:
         ({"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "maybe"}, 400, "BadRequestError"),
     ],
 )
-async def test_errors_have_openai_s_form(engine: Engine, body: dict[str, Any], status: int, kind: str) -> None:
+async def test_errors_have_openai_s_form(
+    engine: Engine, body: dict[str, Any], status: int, kind: str
+) -> None:
     got, answer = await engine.post("/v1/chat/completions", body)
     assert got == status
     assert set(answer["error"]) == {"message", "type", "param", "code"}
@@ -250,7 +255,9 @@ async def test_an_embedding_model(start: StartEngine) -> None:
     assert (status, len(one), one == again, one == two) == (200, 32, True, False)
     assert sum(x * x for x in one) == pytest.approx(1)
     assert answer["usage"]["total_tokens"] == 3
-    _, short = await engine.post("/invocations", {"input": "one", "dimensions": 4, "encoding_format": "base64"})
+    _, short = await engine.post(
+        "/invocations", {"input": "one", "dimensions": 4, "encoding_format": "base64"}
+    )
     assert len(short["data"][0]["embedding"]) == 24  # 16 bytes in base64
     body = {"messages": MESSAGES}
     assert await engine.post("/v1/chat/completions", body) == (404, {"detail": "Not Found"})

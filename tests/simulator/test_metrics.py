@@ -37,7 +37,9 @@ async def test_every_metric_of_the_dump_exists(start: StartEngine) -> None:
     expected, got = shapes(DUMP.read_text()), shapes(text)
     for name, shape in expected.items():
         assert got.get(name) == shape, name
-    assert {name for name in got if name.startswith("vllm:")} == {n for n in expected if n.startswith("vllm:")}
+    assert {name for name in got if name.startswith("vllm:")} == {
+        n for n in expected if n.startswith("vllm:")
+    }
 
 
 async def test_values_follow_requests(start: StartEngine) -> None:
@@ -73,7 +75,9 @@ async def test_values_follow_requests(start: StartEngine) -> None:
     assert await total("spec_decode_num_draft_tokens_total") == 2 * drafts
     assert drafts + accepted == pytest.approx(162, abs=4)
     positions = [
-        await total("spec_decode_num_accepted_tokens_per_pos_total", f'engine="0",model_name="tiny",position="{i}"')
+        await total(
+            "spec_decode_num_accepted_tokens_per_pos_total", f'engine="0",model_name="tiny",position="{i}"'
+        )
         for i in (0, 1)
     ]
     assert sum(positions) == accepted
