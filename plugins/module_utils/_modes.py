@@ -123,7 +123,9 @@ def change(units: Mapping[str, Unit], mode: str, restart_stale: bool = False) ->
     outdated = [name for name, unit in units.items() if unit.outdated]
     if outdated:
         # Only then: a reload can take the GPU from running containers.
-        result.differences += [Difference(name, "unit file", "read before it changed", "read") for name in outdated]
+        result.differences += [
+            Difference(name, "unit file", "read before it changed", "read") for name in outdated
+        ]
         result.steps.append(Step("daemon-reload", outdated[0]))
     # The wanted unit first, so that its wish is written down before anything is stopped.
     for name in sorted(UNITS, key=lambda name: name != mode):

@@ -50,15 +50,16 @@ class Spark:
 
     def do(self, step: modes.Step) -> None:
         """Carry out one step. A start is only asked for, not waited for; a stop returns when the unit has stopped."""
-        # enable and disable reload systemd by default, which can take the GPU from a running container.
-        options = {
-            "enable": ["--no-reload"],
-            "disable": ["--no-reload"],
-            "start": ["--no-block"],
-            "restart": ["--no-block"],
-        }
-        arguments = [] if step.verb == "daemon-reload" else [*options.get(step.verb, []), modes.UNITS[step.mode]]
-        self.systemctl(step.verb, *arguments)
+        if step.verb == "daemon-reload":
+            self.systemctl("daemon-reload")
+        elif step.verb in ("enable", "disable"):
+            # On the files only: asked through the manager, both reload systemd, and since systemd 254 --no-reload
+            # leaves every unit marked as in need of a reload.
+            self.systemctl("--root=/", step.verb, modes.UNITS[step.mode])
+        elif step.verb in ("start", "restart"):
+            self.systemctl("--no-block", step.verb, modes.UNITS[step.mode])
+        else:
+            self.systemctl(step.verb, modes.UNITS[step.mode])
 
     def wait(self, mode: str, seconds: float) -> modes.Unit:
         """Wait until the unit is active, has failed, or the time is over, and return it as it then stands."""

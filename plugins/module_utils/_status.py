@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLUMNS = ("host", "wanted", "unit", "phase", "since", "running", "waiting", "tokens/s", "KV use")
+COLUMNS = ("host", "wanted", "unit", "phase", "since", "running", "waiting", "tokens/s", "KV")
 
 
 def status_report(

@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
     "workers": [WORKER, HEAD],
     "api_key": "",
     "paths": ["/v1/models", "/v1/models/*"],
-    "connect_timeout": 2,
+    "connect_timeout": 0.5,
     "queue_timeout": 300,
     "stream_timeout": 3600,
     "reload_grace": 7200,
@@ -113,7 +113,7 @@ def test_good(changes: dict[str, Any]) -> None:
             "Requests that it serves at once; more wait in the gateway.",
         ),
         (
-            {"workers": [{**WORKER, "weight": 257}]},
+            {"workers": [{**WORKER, "weight": 257}, HEAD]},
             "gateway_workers[0] (a): weight is 257; allowed is a whole number from 0 to 256. "
             "Its share against the others'.",
         ),

@@ -80,7 +80,7 @@ def test_problems(sparks: dict[str, Any], gateway: dict[str, int], words: str) -
 def test_the_table() -> None:
     report = status.status_report({"spark-a": GOOD, "b": {"unreachable": True}}, {})
     assert report["table"] == [
-        "host     wanted   unit            phase        since                running  waiting  tokens/s  KV use",
+        "host     wanted   unit            phase        since                running  waiting  tokens/s  KV",
         "spark-a  replica  replica active  serving      2026-11-30 08:00:00  3        0        92        12%",
         "b        ?        ?               not reached",
     ]

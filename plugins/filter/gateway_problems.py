@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""What is wrong with the variables of a gateway, found before anything is changed."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+name: gateway_problems
+short_description: What is wrong with the variables of a gateway
+version_added: 0.1.0
+author: The twospark.serving maintainers
+description:
+  - Checks what types alone cannot say; ranges, names that HAProxy can take, and values that contradict each other.
+  - Names every problem at once, with the variable, its value, what is allowed and what to do.
+    Of a secret it names only the variable.
+positional: _input, host, address
+options:
+  _input:
+    description: The variables of the role P(twospark.serving.gateway#role), without their prefix C(gateway_).
+    type: dict
+    required: true
+  host:
+    description: Inventory name of the gateway's host.
+    type: str
+    required: true
+  address:
+    description: Address of the gateway's host.
+    type: str
+    required: true
+"""
+
+EXAMPLES = r"""
+- name: Check the variables
+  ansible.builtin.assert:
+    that: problems | length == 0
+    fail_msg: "{{ problems | join('\n') }}"
+  vars:
+    problems: "{{ settings | twospark.serving.gateway_problems(inventory_hostname, ansible_host) }}"
+"""
+
+RETURN = r"""
+_value:
+  description: A text for each problem; empty when all is well.
+  type: list
+  elements: str
+  sample: ["gateway_workers: spark-a and spark-b have the same name 'a'; give each worker its own."]
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ansible_collections.twospark.serving.plugins.module_utils._plan import Problems
+
+NAME = re.compile(r"[A-Za-z0-9_.:-]+")
+ADDRESS = re.compile(r"[A-Za-z0-9_.:-]+")
+PATH = re.compile(r"/[A-Za-z0-9._~/-]*\*?")
+# A bearer token (RFC 6750, 2.1): anything else cannot stand in the header.
+TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
+
+# Each whole number: lowest, highest, what it is.
+NUMBERS = {
+    "port": (1, 65535, "The TCP port for clients, like 8080."),
+    "metrics_port": (1, 65535, "The TCP port for monitors, like 8405."),
+    "queue_timeout": (1, 86400, "Seconds that a request may wait for a free worker."),
+    "stream_timeout": (1, 604800, "Seconds of silence after which a request is given up."),
+    "reload_grace": (1, 604800, "Seconds that requests may last on after a reload."),
+    "retry_after": (1, 86400, "Seconds after which a refused client shall come again."),
+    "max_connections": (16, 1000000, "Connections that the gateway holds at once."),
+    "threads": (1, 64, "Threads of the gateway; two suffice."),
+}
+
+
+def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> list[str]:
+    """Name everything that is wrong with ``settings``; see DOCUMENTATION."""
+    problems = Problems()
+    numbers = {
+        name: problems.number(f"gateway_{name}", settings.get(name), low, high, hint, whole=True)
+        for name, (low, high, hint) in NUMBERS.items()
+    }
+    problems.number(
+        "gateway_connect_timeout",
+        settings.get("connect_timeout"),
+        0.05,
+        60,
+        "Seconds that a worker may take to accept a connection.",
+    )
+    for name in ("address", "metrics_address"):
+        if not ADDRESS.fullmatch(str(settings.get(name))):
+            problems.append(
+                f"gateway_{name} is {settings.get(name)!r}; allowed is one address, like 0.0.0.0 or 192.0.2.20."
+            )
+    if not re.fullmatch(r"[^\s'\"#\\]+", str(settings.get("log"))):
+        problems.append(
+            f"gateway_log is {settings.get('log')!r}; allowed is a socket like /dev/log or an address like 192.0.2.9:514."
+        )
+    if settings.get("api_key") and not TOKEN.fullmatch(str(settings["api_key"])):
+        problems.append(
+            "gateway_api_key (by default vllm_api_key) has a character that a bearer token cannot have; "
+            "allowed are letters, digits and -._~+/ with = at the end. Make another, like: openssl rand -hex 32"
+        )
+    for path in settings.get("paths") or []:
+        if not PATH.fullmatch(str(path)):
+            problems.append(
+                f"gateway_paths has {path!r}; allowed is a path like /v1/completions, or the beginning of paths like /v1/audio/*."
+            )
+    _check_workers(settings.get("workers") or [], problems)
+    _check_ports(settings, numbers, host, address, problems)
+    return problems
+
+
+def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None:
+    if not workers:
+        problems.append(
+            "gateway_workers is empty; allowed is one worker or more. Put a host into group sparks, or list the workers."
+        )
+        return
+    names: dict[str, int] = {}
+    places: dict[tuple[Any, ...], str] = {}
+    weights = []
+    for index, worker in enumerate(workers):
+        name = str(worker.get("name"))
+        label = f"gateway_workers[{index}] ({name})"
+        if not NAME.fullmatch(name):
+            problems.append(
+                f"{label}: name is {name!r}; allowed are letters, digits and _.:- in it. Rename the worker."
+            )
+        if name in names:
+            problems.append(
+                f"{label}: name is taken by gateway_workers[{names[name]}]; give each worker its own."
+            )
+        names.setdefault(name, index)
+        if not NAME.fullmatch(str(worker.get("host", name))):
+            problems.append(
+                f"{label}: host is {worker['host']!r}; allowed are letters, digits and _.:- in it."
+            )
+        if not ADDRESS.fullmatch(str(worker.get("address"))):
+            problems.append(
+                f"{label}: address is {worker.get('address')!r}; allowed is one address or host name, like 192.0.2.11."
+            )
+        port = problems.number(
+            f"{label}: port", worker.get("port"), 1, 65535, "The port of its API.", whole=True
+        )
+        health_port = problems.number(
+            f"{label}: health_port",
+            worker.get("health_port", port),
+            1,
+            65535,
+            "The port that answers GET /health.",
+            whole=True,
+        )
+        problems.number(
+            f"{label}: max_requests",
+            worker.get("max_requests"),
+            1,
+            65535,
+            "Requests that it serves at once; more wait in the gateway.",
+            whole=True,
+        )
+        weights.append(
+            problems.number(
+                f"{label}: weight",
+                worker.get("weight", 1),
+                0,
+                256,
+                "Its share against the others'.",
+                whole=True,
+            )
+        )
+        place = (worker.get("address"), port, health_port)
+        if place in places:
+            problems.append(
+                f"{label}: address, port and health_port are those of {places[place]}, so its cap would not hold. Take one out."
+            )
+        places.setdefault(place, name)
+    if not any(weights):
+        problems.append(
+            "gateway_workers: every weight is 0, so none would get a request. Give one a weight from 1 to 256."
+        )
+
+
+def _check_ports(
+    settings: Mapping[str, Any], numbers: Mapping[str, float], host: str, address: str, problems: Problems
+) -> None:
+    """Two listeners on this host cannot have the same port."""
+    taken = {"gateway_metrics_port": settings.get("metrics_port")}
+    for worker in settings.get("workers") or []:
+        where = str(worker.get("address"))
+        if worker.get("host", worker.get("name")) == host or where == address or LOOPBACK.fullmatch(where):
+            for name in ("port", "health_port"):
+                taken[f"{name} of worker {worker.get('name')} on this host"] = worker.get(name)
+    for variable in ("gateway_port", "gateway_metrics_port"):
+        port = f"{numbers[variable.removeprefix('gateway_')]:g}"
+        for owner, other in taken.items():
+            if owner != variable and str(other) == port:
+                problems.append(
+                    f"{variable} is {port}, as is {owner}; allowed is a free port. Give one of them another."
+                )
+
+
+class FilterModule:
+    """The filter under its name."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Filter name to function."""
+        return {"gateway_problems": gateway_problems}
