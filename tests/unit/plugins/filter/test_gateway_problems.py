@@ -6,9 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from ansible_collections.twospark.serving.plugins.filter.gateway_problems import gateway_problems
 
-WORKER = {"name": "a", "host": "a", "address": "192.0.2.11", "port": 8000, "health_port": 9401, "max_requests": 12}
+WORKER = {
+    "name": "a",
+    "host": "a",
+    "address": "192.0.2.11",
+    "port": 8000,
+    "health_port": 9401,
+    "max_requests": 12,
+}
 HEAD = {**WORKER, "name": "a-tp", "health_port": 9402, "max_requests": 4}
 GOOD: dict[str, Any] = {
     "address": "0.0.0.0",
@@ -141,7 +149,12 @@ def test_good(changes: dict[str, Any]) -> None:
             "Give one of them another.",
         ),
         (
-            {"address": "192.0.2.20", "port": 9401, "host": "other", "workers": [{**WORKER, "address": "127.0.0.1"}]},
+            {
+                "address": "192.0.2.20",
+                "port": 9401,
+                "host": "other",
+                "workers": [{**WORKER, "address": "127.0.0.1"}],
+            },
             "gateway_port is 9401, as is health_port of worker a on this host; allowed is a free port. "
             "Give one of them another.",
         ),

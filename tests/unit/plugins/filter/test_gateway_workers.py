@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ansible.errors import AnsibleFilterError
+
 from ansible_collections.twospark.serving.plugins.filter.gateway_workers import gateway_workers
 
 DEFAULTS = {
@@ -24,9 +25,30 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 A = {"ansible_host": "192.0.2.11", "fabric_address": "198.51.100.11"}
 B = {"ansible_host": "192.0.2.12", "fabric_address": "198.51.100.12"}
-COPY_A = {"name": "a", "host": "a", "address": "192.0.2.11", "port": 8000, "health_port": 9401, "max_requests": 10}
-COPY_B = {"name": "b", "host": "b", "address": "192.0.2.12", "port": 8000, "health_port": 9401, "max_requests": 10}
-HEAD_A = {"name": "a-tp", "host": "a", "address": "192.0.2.11", "port": 8000, "health_port": 9402, "max_requests": 4}
+COPY_A = {
+    "name": "a",
+    "host": "a",
+    "address": "192.0.2.11",
+    "port": 8000,
+    "health_port": 9401,
+    "max_requests": 10,
+}
+COPY_B = {
+    "name": "b",
+    "host": "b",
+    "address": "192.0.2.12",
+    "port": 8000,
+    "health_port": 9401,
+    "max_requests": 10,
+}
+HEAD_A = {
+    "name": "a-tp",
+    "host": "a",
+    "address": "192.0.2.11",
+    "port": 8000,
+    "health_port": 9402,
+    "max_requests": 4,
+}
 HEAD_B = {**HEAD_A, "name": "b-tp", "host": "b", "address": "192.0.2.12"}
 
 
@@ -55,8 +77,15 @@ HEAD_B = {**HEAD_A, "name": "b-tp", "host": "b", "address": "192.0.2.12"}
         ),
         pytest.param({"a": {}}, [{**COPY_A, "address": "a"}], id="reached by its name"),
         pytest.param(
-            {"a": {**A, "vllm_port": "8001", "vllm_replica_agent_port": 9501, "vllm_max_requests": "3"}, "b": B},
-            [{**COPY_A, "port": 8001, "health_port": 9501, "max_requests": 3}, COPY_B, {**HEAD_A, "port": 8001}],
+            {
+                "a": {**A, "vllm_port": "8001", "vllm_replica_agent_port": 9501, "vllm_max_requests": "3"},
+                "b": B,
+            },
+            [
+                {**COPY_A, "port": 8001, "health_port": 9501, "max_requests": 3},
+                COPY_B,
+                {**HEAD_A, "port": 8001},
+            ],
             id="a host's own ports and cap, as text or number",
         ),
         pytest.param(

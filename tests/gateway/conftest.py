@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The role's own templates, rendered once by Ansible, and a real HAProxy on them between fake workers and clients.
+
+Needs the command haproxy (HAPROXY names another one); all on the loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.gateway.rig import LOOPBACK, Clients, Gateway, Worker, free_port, until  # noqa: E402  (found through the line above)
+
+# Where HAProxy gives up its rights; an ordinary user has none to give up.
+RIGHTS = re.compile(r"^    (chroot|user|group) .*\n", re.MULTILINE)
+
+
+@dataclass
+class Ansible:
+    """Runs one of this folder's playbooks from the checkout, on hosts that are all this machine."""
+
+    directory: Path
+
+    def run(
+        self,
+        playbook: str,
+        gateways: dict[str, Any],
+        sparks: dict[str, Any],
+        *arguments: str,
+        **variables: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        inventory = {
+            "all": {
+                "vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable},
+                "children": {"gateways": {"hosts": gateways}, "sparks": {"hosts": sparks}},
+            }
+        }
+        path = self.directory / "inventory.json"
+        path.write_text(json.dumps(inventory))
+        command = [sys.executable, "-m", "ansible", "playbook", "-i", str(path), str(HERE / playbook)]
+        command += ["-e", json.dumps({"directory": str(self.directory), **variables}), *arguments]
+        environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    def check(
+        self, gateways: dict[str, Any], sparks: dict[str, Any], *arguments: str
+    ) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+        """Let the role check the variables of each gateway; return what it complained of by host, too."""
+        for path in self.directory.glob("*.problem"):
+            path.unlink()
+        done = self.run("check.yml", gateways, sparks, *arguments)
+        return done, {path.stem: path.read_text() for path in self.directory.glob("*.problem")}
+
+
+# The API port of a Spark is the same in both modes; which mode it is, its agents' ports tell.
+PORTS = {
+    name: free_port() for name in ("gateway", "metrics", "log", "a", "a-agent", "a-tp-agent", "b", "b-agent")
+}
+SPARK_A = {
+    "name": "spark-a",
+    "address": LOOPBACK,
+    "port": PORTS["a"],
+    "health_port": PORTS["a-agent"],
+    "max_requests": 12,
+}
+SPARK_B = {
+    "name": "spark-b",
+    "address": LOOPBACK,
+    "port": PORTS["b"],
+    "health_port": PORTS["b-agent"],
+    "max_requests": 12,
+}
+HEAD = {
+    **SPARK_A,
+    "name": "spark-a-tp",
+    "host": "spark-a",
+    "health_port": PORTS["a-tp-agent"],
+    "max_requests": 4,
+}
+COMMON = {
+    "gateway_address": LOOPBACK,
+    "gateway_port": PORTS["gateway"],
+    "gateway_metrics_port": PORTS["metrics"],
+    "gateway_log": f"{LOOPBACK}:{PORTS['log']}",
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    # Two copies and the pair's head.
+    "pair": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_api_key": "sk-the-workers-key"},
+    # One worker that takes one request at a time, no key, and little patience.
+    "single": {
+        **COMMON,
+        "gateway_workers": [{**SPARK_A, "max_requests": 1}],
+        "gateway_connect_timeout": 1,
+        "gateway_queue_timeout": 1,
+        "gateway_stream_timeout": 3,
+        "gateway_retry_after": 7,
+    },
+    # Nothing but the addresses given: the workers come from the group of Sparks.
+    "default": {"ansible_host": "192.0.2.20"},
+}
+SPARKS = {
+    "spark-a": {"ansible_host": "192.0.2.11", "fabric_address": "198.51.100.11"},
+    "spark-b": {"ansible_host": "192.0.2.12", "fabric_address": "198.51.100.12", "vllm_max_requests": 8},
+}
+
+
+@pytest.fixture(scope="session")
+def ansible(tmp_path_factory: pytest.TempPathFactory) -> Ansible:
+    return Ansible(tmp_path_factory.mktemp("ansible"))
+
+
+@pytest.fixture(scope="session")
+def configurations(ansible: Ansible) -> dict[str, Path]:
+    """The folder of each rendered configuration."""
+    done = ansible.run(
+        "render.yml",
+        CONFIGURATIONS,
+        SPARKS,
+        __gateway_keys="{{ directory }}/{{ inventory_hostname }}/keys.map",
+        __gateway_socket="{{ directory }}/{{ inventory_hostname }}/admin.sock",
+        __gateway_vllm=str(ROOT / "roles/vllm"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folders = {name: ansible.directory / name for name in CONFIGURATIONS}
+    if os.geteuid() != 0:
+        for folder in folders.values():
+            path = folder / "haproxy.cfg"
+            path.write_text(RIGHTS.sub("", path.read_text()).replace(" user root group haproxy", ""))
+    return folders
+
+
+def gateway_of(folder: Path) -> Gateway:
+    return Gateway(folder, PORTS["gateway"], PORTS["metrics"], PORTS["log"])
+
+
+@pytest.fixture
+def spark_a() -> Iterator[Worker]:
+    worker = Worker("spark-a", PORTS["a"], PORTS["a-agent"]).start()
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def spark_b() -> Iterator[Worker]:
+    worker = Worker("spark-b", PORTS["b"], PORTS["b-agent"]).start()
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """In front of two live copies; the pair's head is not live, as in mode replica."""
+    with gateway_of(configurations["pair"]).running() as gateway:
+        # At its start HAProxy takes every worker for live until it has checked it.
+        until(lambda: not gateway.is_live("spark-a-tp"))
+        yield gateway
+
+
+@pytest.fixture
+def single(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
+    """In front of one live worker that takes one request at a time; impatient."""
+    with gateway_of(configurations["single"]).running() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
+    """Of the gateway that the test uses."""
+    name = "single" if "single" in request.fixturenames else "gateway"
+    clients = Clients(request.getfixturevalue(name))
+    yield clients
+    clients.close()

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the gateway's tests are made of: workers that do as they are told, a real HAProxy, a client."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import socketserver
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+HAPROXY = os.environ.get("HAPROXY", "haproxy")
+CHAT = "/v1/chat/completions"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> float:
+    """Wait until the condition holds, at most so long; return how long it took, in seconds."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > seconds:
+            raise AssertionError(f"did not come true within {seconds} s")
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+@dataclass
+class Received:
+    """A request as it reached a worker."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    block_on_close = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is part of many tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # Each chunk leaves at once, as an engine's does.
+    wbufsize = 0
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def client_left(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+class Worker:
+    """A fake engine (API) with its agent (health), each on a port of its own.
+
+    What a request's JSON body says is what happens: ``hold`` waits for `release`, ``seconds`` waits so long, ``status``
+    answers with it, ``close`` ends the connection without an answer, ``chunks`` streams so many events ``interval``
+    seconds apart, ``die_after`` breaks the connection after so many of them.
+    """
+
+    def __init__(self, name: str, port: int, health_port: int) -> None:
+        self.name, self.port, self.health_port = name, port, health_port
+        self.health = 200
+        self.received: list[Received] = []
+        self.in_flight = self.most_in_flight = self.aborted = 0
+        self._lock = threading.Lock()
+        self._released = threading.Semaphore(0)
+        self._api: _Server | None = None
+        self._agent: _Server | None = None
+
+    def start(self) -> Worker:
+        self.start_api()
+        self.start_agent()
+        return self
+
+    def stop(self) -> None:
+        self.stop_api()
+        self.stop_agent()
+
+    def start_api(self) -> None:
+        self._api = self._serve(self.port, self._api_handler())
+
+    def stop_api(self) -> None:
+        self._api = self._end(self._api)
+
+    def start_agent(self) -> None:
+        self._agent = self._serve(self.health_port, self._agent_handler())
+
+    def stop_agent(self) -> None:
+        self._agent = self._end(self._agent)
+
+    def release(self, requests: int = 1) -> None:
+        """Let so many of the requests that wait for it (``hold``) be answered."""
+        self._released.release(requests)
+
+    @property
+    def completions(self) -> list[Received]:
+        return [request for request in self.received if not request.path.startswith("/v1/models")]
+
+    @staticmethod
+    def _serve(port: int, handler: type[_Handler]) -> _Server:
+        server = _Server((LOOPBACK, port), handler)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return server
+
+    @staticmethod
+    def _end(server: _Server | None) -> None:
+        if server:
+            server.shutdown()
+            server.server_close()
+
+    def _agent_handler(self) -> type[_Handler]:
+        worker = self
+
+        class Agent(_Handler):
+            def do_GET(self) -> None:
+                self.answer(worker.health, b"phase\n", connection="close")
+
+        return Agent
+
+    def _api_handler(self) -> type[_Handler]:
+        worker = self
+
+        class Engine(_Handler):
+            def do_GET(self) -> None:
+                self.serve()
+
+            do_POST = do_OPTIONS = do_DELETE = do_HEAD = do_GET
+
+            def serve(self) -> None:
+                raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+                body = json.loads(raw) if raw else {}
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                with worker._lock:
+                    worker.received.append(Received(self.command, self.path, headers, body))
+                    worker.in_flight += 1
+                    worker.most_in_flight = max(worker.most_in_flight, worker.in_flight)
+                left = threading.Event()
+
+                def leave() -> None:
+                    # Before the last byte: the gateway sends the next request as soon as it has that.
+                    if not left.is_set():
+                        left.set()
+                        with worker._lock:
+                            worker.in_flight -= 1
+
+                try:
+                    self.act(body, leave)
+                except OSError:
+                    with worker._lock:
+                        worker.aborted += 1
+                finally:
+                    leave()
+
+            def act(self, body: dict[str, Any], leave: Callable[[], None]) -> None:
+                self.wait(body)
+                if body.get("close"):
+                    self.close_connection = True
+                elif "chunks" in body:
+                    self.stream(body, leave)
+                else:
+                    leave()
+                    answer = {"served_by": worker.name, "path": self.path}
+                    self.answer(
+                        body.get("status", 200),
+                        json.dumps(answer).encode(),
+                        content_type="application/json",
+                        x_served_by="the worker's own word",
+                        x_request_id="the worker's own ID",
+                    )
+
+            def wait(self, body: dict[str, Any]) -> None:
+                deadline = time.monotonic() + body.get("seconds", 0)
+                while time.monotonic() < deadline or (
+                    body.get("hold") and not worker._released.acquire(blocking=False)
+                ):
+                    if self.client_left():
+                        raise ConnectionAbortedError
+                    time.sleep(0.005)
+
+            def stream(self, body: dict[str, Any], leave: Callable[[], None]) -> None:
+                self.send_response(200)
+                self.send_header("content-type", "text/event-stream")
+                self.send_header("transfer-encoding", "chunked")
+                self.end_headers()
+                for number in range(body["chunks"]):
+                    if number == body.get("die_after"):
+                        self.close_connection = True
+                        return
+                    if self.client_left():
+                        raise ConnectionAbortedError
+                    event = f"data: {json.dumps({'number': number, 'sent': time.time()})}\n\n".encode()
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+                    time.sleep(body.get("interval", 0))
+                leave()
+                self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+        return Engine
+
+
+@dataclass
+class Answer:
+    """An answer as it reached the client; ``seconds`` is the time it took."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    seconds: float
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def served_by(self) -> str | None:
+        return self.headers.get("x-served-by")
+
+
+@dataclass
+class Gateway:
+    """HAProxy with one of the rendered configurations, run as its unit runs it: a master with a worker process."""
+
+    directory: Path
+    port: int
+    metrics_port: int
+    log_port: int
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self) -> subprocess.CompletedProcess[str]:
+        """Let HAProxy judge the configuration; a warning is an error."""
+        command = [HAPROXY, "-c", "-dW", "-f", str(self.directory / "haproxy.cfg")]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Gateway]:
+        with self._log_server(), (self.directory / "haproxy.log").open("w") as output:
+            command = [HAPROXY, "-W", "-db", "-f", str(self.directory / "haproxy.cfg")]
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            try:
+                until(self._is_up)
+                yield self
+            finally:
+                self.process.send_signal(signal.SIGTERM)
+                self.process.wait(10)
+
+    def _is_up(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError((self.directory / "haproxy.log").read_text())
+        with contextlib.suppress(OSError):
+            return self._times_loaded() > 0 and self.get("/health").status in (200, 503)
+        return False
+
+    @contextlib.contextmanager
+    def _log_server(self) -> Iterator[None]:
+        gateway = self
+
+        class Line(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                text = self.request[0].decode()
+                if "{" in text:
+                    gateway.log.append(json.loads(text[text.index("{") :]))
+
+        with socketserver.UDPServer((LOOPBACK, self.log_port), Line) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield
+            server.shutdown()
+
+    def reload(self) -> None:
+        """What `systemctl reload haproxy` does; returns when the new process serves."""
+        loaded = self._times_loaded()
+        self.process.send_signal(signal.SIGUSR2)
+        until(lambda: self._times_loaded() > loaded)
+
+    def _times_loaded(self) -> int:
+        return (self.directory / "haproxy.log").read_text().count("Loading success")
+
+    def ask(self, method: str, path: str, body: Any = None, timeout: float = 15, **headers: str) -> Answer:
+        """Send one request on a connection of its own and read the whole answer."""
+        started = time.monotonic()
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.request(method, path, json.dumps(body) if body is not None else None, _names(headers))
+            response = connection.getresponse()
+            content = response.read()
+        return Answer(response.status, _lower(response), content, time.monotonic() - started)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, None, 15, **headers)
+
+    def chat(self, timeout: float = 15, **what: Any) -> Answer:
+        return self.ask("POST", CHAT, what, timeout)
+
+    @contextlib.contextmanager
+    def stream(self, **what: Any) -> Iterator[http.client.HTTPResponse]:
+        """A streamed chat whose answer is still being read."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=15)
+        with contextlib.closing(connection):
+            connection.request("POST", CHAT, json.dumps(what))
+            yield connection.getresponse()
+
+    @contextlib.contextmanager
+    def leaving(self, **what: Any) -> Iterator[None]:
+        """A client that asks and, at the end, leaves without its answer."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.port)
+        with contextlib.closing(connection):
+            connection.request("POST", CHAT, json.dumps(what))
+            yield
+
+    def metrics(self, path: str = "/metrics") -> Answer:
+        started = time.monotonic()
+        connection = http.client.HTTPConnection(LOOPBACK, self.metrics_port, timeout=5)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            content = response.read()
+        return Answer(response.status, _lower(response), content, time.monotonic() - started)
+
+    def metric(self, name: str, scope: str, *labels: str, missing: float | None = None) -> float:
+        """One figure of /metrics, picked by its name and the labels given, like 'server="spark-a"'."""
+        for line in self.metrics(f"/metrics?scope={scope}").body.decode().splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.partition("{")[0] == name and all(label in head for label in labels):
+                return float(value)
+        assert missing is not None, f"no {name} with {labels}"
+        return missing
+
+    def is_live(self, worker: str, backend: str = "workers") -> bool:
+        labels = (f'proxy="{backend}"', f'server="{worker}"', 'state="UP"')
+        return self.metric("haproxy_server_status", "server", *labels) == 1
+
+    def waiting(self) -> float:
+        return self.metric("haproxy_backend_current_queue", "backend", 'proxy="workers"')
+
+
+def _names(headers: dict[str, str]) -> dict[str, str]:
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def _lower(response: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.getheaders()}
+
+
+class Clients:
+    """Clients that ask at the same time."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self._pool = ThreadPoolExecutor(64)
+
+    def chats(self, count: int, /, **what: Any) -> list[Future[Answer]]:
+        return [self._pool.submit(self.gateway.chat, **what) for _ in range(count)]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def answers(futures: list[Future[Answer]]) -> list[Answer]:
+    return [future.result(20) for future in futures]

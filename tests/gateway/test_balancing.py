@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Who gets a request, how many at once, and in which order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+
+from tests.gateway.rig import Clients, Gateway, Worker, answers, until
+
+
+def test_idle_workers_take_turns(gateway: Gateway) -> None:
+    """One request at a time reaches both copies evenly, and never the pair's head, which is not live."""
+    assert Counter(gateway.chat().served_by for _ in range(40)) == {"spark-a": 20, "spark-b": 20}
+
+
+def test_the_cap_holds_exactly(gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker) -> None:
+    waiting = clients.chats(40, hold=True)
+    until(lambda: gateway.waiting() == 16)
+    assert (spark_a.in_flight, spark_b.in_flight) == (12, 12)
+    spark_a.release(40)
+    spark_b.release(40)
+    assert [answer.status for answer in answers(waiting)] == [200] * 40
+    assert (spark_a.most_in_flight, spark_b.most_in_flight) == (12, 12)
+
+
+def test_the_cap_holds_under_many_short_requests(clients: Clients, spark_a: Worker, spark_b: Worker) -> None:
+    done = answers(clients.chats(400, seconds=0.01))
+    assert {answer.status for answer in done} == {200}
+    assert len(spark_a.received) + len(spark_b.received) == 400
+    assert max(spark_a.most_in_flight, spark_b.most_in_flight) <= 12
+
+
+def test_the_least_loaded_worker_is_next(clients: Clients, spark_a: Worker, spark_b: Worker) -> None:
+    """Where one copy is slow, the other does its work."""
+    slow = clients.chats(8, hold=True)
+    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (4, 4))
+    spark_b.release(4)
+    until(lambda: spark_b.in_flight == 0)
+    quick = answers(clients.chats(4, seconds=0.1))
+    assert {answer.served_by for answer in quick} == {"spark-b"}
+    spark_a.release(4)
+    answers(slow)
+
+
+def test_a_waiting_request_goes_to_whoever_is_free_first(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
+    first = clients.chats(24, hold=True)
+    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (12, 12))
+    late = clients.chats(1)
+    until(lambda: gateway.waiting() == 1)
+    spark_b.release(1)
+    assert answers(late)[0].served_by == "spark-b"
+    spark_a.release(12)
+    spark_b.release(11)
+    answers(first)
+
+
+def test_the_queue_keeps_its_order(single: Gateway, clients: Clients, spark_a: Worker) -> None:
+    requests = []
+    for number in range(6):
+        requests += clients.chats(1, number=number, hold=True)
+        until(lambda: single.waiting() == number and spark_a.in_flight == 1)  # noqa: B023  (called at once)
+    spark_a.release(6)
+    answers(requests)
+    assert [request.body["number"] for request in spark_a.received] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_client_that_leaves_gives_up_its_place(single: Gateway, clients: Clients, spark_a: Worker) -> None:
+    held = clients.chats(1, hold=True)
+    until(lambda: spark_a.in_flight == 1)
+    with single.leaving(note="gone"):
+        until(lambda: single.waiting() == 1)
+    until(lambda: single.waiting() == 0, 1)
+    spark_a.release()
+    answers(held)
+    assert [request.body.get("note") for request in spark_a.received] == [None]
+
+
+def test_a_client_that_leaves_ends_its_workers_work(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker
+) -> None:
+    """Before the first token as well as in the middle of a stream."""
+    with gateway.leaving(hold=True):
+        until(lambda: spark_a.in_flight + spark_b.in_flight == 1)
+    with gateway.stream(chunks=1000, interval=0.01) as answer:
+        answer.readline()
+    assert until(lambda: spark_a.aborted + spark_b.aborted == 2) < 2
+    assert spark_a.in_flight + spark_b.in_flight == 0
+
+
+def test_the_list_of_models_does_not_wait(single: Gateway, clients: Clients, spark_a: Worker) -> None:
+    held = clients.chats(1, hold=True)
+    until(lambda: spark_a.in_flight == 1)
+    for path in ("/v1/models", "/v1/models/some/model"):
+        answer = single.get(path)
+        assert (answer.status, answer.json["path"]) == (200, path)
+        assert answer.seconds < 0.5
+    spark_a.release()
+    answers(held)
+
+
+def test_patience_is_bounded(single: Gateway, clients: Clients, spark_a: Worker) -> None:
+    """What waits too long is refused as a client of the OpenAI API expects it, and reaches no worker."""
+    held = clients.chats(1, hold=True)
+    until(lambda: spark_a.in_flight == 1)
+    refused = single.chat()
+    assert refused.status == 503
+    assert 0.9 < refused.seconds < 1.5
+    assert refused.headers["retry-after"] == "7"
+    assert refused.json["error"]["code"] == "service_unavailable"
+    assert len(spark_a.received) == 1
+    spark_a.release()
+    answers(held)
+
+
+def test_thinking_for_long_is_not_waiting(single: Gateway, spark_a: Worker) -> None:
+    """A worker that is silent for longer than connecting or queueing may take is left alone."""
+    answer = single.chat(seconds=2)
+    assert (answer.status, len(spark_a.received)) == (200, 1)
+
+
+def test_silence_is_bounded(single: Gateway, spark_a: Worker) -> None:
+    answer = single.chat(hold=True)
+    assert (answer.status, answer.json["error"]["code"]) == (504, "gateway_timeout")
+    assert 2.9 < answer.seconds < 4
+    assert len(spark_a.received) == 1
+
+
+def test_tokens_pass_at_once(gateway: Gateway) -> None:
+    delays = []
+    with gateway.stream(chunks=20, interval=0.03) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        while line := answer.readline():
+            if line.startswith(b"data: {"):
+                delays.append(time.time() - json.loads(line[6:])["sent"])
+    assert len(delays) == 20
+    assert max(delays) < 0.2

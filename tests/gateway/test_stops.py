@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Workers that drain, stop, break or come back, and reloads of the gateway: what a client sees of it."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+
+import pytest
+
+from tests.gateway.conftest import PORTS
+from tests.gateway.rig import Clients, Gateway, Worker, answers, until
+
+
+def test_a_draining_worker_finishes_and_gets_nothing_new(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
+    held = clients.chats(4, hold=True)
+    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (2, 2))
+    spark_a.health = 404
+    until(lambda: not gateway.is_live("spark-a"), 1)
+    until(lambda: not gateway.is_live("spark-a", "catalogue"), 1)
+    assert {gateway.chat().served_by for _ in range(10)} == {"spark-b"}
+    assert {gateway.get("/v1/models").served_by for _ in range(4)} == {"spark-b"}
+    spark_a.release(2)
+    spark_b.release(2)
+    assert sorted(str(answer.served_by) for answer in answers(held)) == ["spark-a"] * 2 + ["spark-b"] * 2
+    spark_a.health = 200
+    until(lambda: gateway.is_live("spark-a"), 1)
+    assert {gateway.chat().served_by for _ in range(4)} == {"spark-a", "spark-b"}
+
+
+def test_a_restart_of_each_worker_in_turn_loses_nothing(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
+    """As the agents do it: drain, stop, start; some requests come straight through, others wait."""
+    requests = clients.chats(30, seconds=0.05)
+    for worker in (spark_a, spark_b):
+        worker.health = 404
+        until(lambda: not gateway.is_live(worker.name), 1)  # noqa: B023  (called at once)
+        requests += clients.chats(30, seconds=0.05)
+        until(lambda: worker.in_flight == 0)  # noqa: B023
+        worker.stop()
+        requests += clients.chats(30, seconds=0.05)
+        worker.health = 200
+        worker.start()
+        until(lambda: gateway.is_live(worker.name), 1)  # noqa: B023
+    assert {answer.status for answer in answers(requests)} == {200}
+    assert len(spark_a.completions) + len(spark_b.completions) == len(requests)
+
+
+@pytest.mark.parametrize("fault", ["refuses", "loads", "drains"])
+def test_no_live_worker_is_told_at_once(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker, fault: str
+) -> None:
+    for worker in (spark_a, spark_b):
+        if fault == "refuses":
+            worker.stop()
+        else:
+            worker.health = {"loads": 503, "drains": 404}[fault]
+    until(lambda: gateway.get("/health").status == 503, 2)
+    for answer in (gateway.chat(), gateway.get("/v1/models")):
+        assert answer.status == 503
+        assert answer.seconds < 0.5
+        assert answer.headers["retry-after"] == "10"
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.json["error"]["type"] == "server_error"
+        assert answer.served_by is None
+    assert len(spark_a.received) + len(spark_b.received) == 0
+
+
+def test_the_first_live_worker_serves_within_a_second(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker
+) -> None:
+    spark_a.stop()
+    spark_b.stop()
+    until(lambda: gateway.get("/health").status == 503, 2)
+    spark_b.start()
+    assert until(lambda: gateway.chat().status == 200, 2) < 1
+    assert gateway.get("/health").status == 200
+
+
+def test_a_mode_switch_needs_no_change(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    """Both copies go, the pair's head comes on the same API port, and is told apart by its agent."""
+    spark_a.stop()
+    spark_b.stop()
+    until(lambda: gateway.get("/health").status == 503, 2)
+    head = Worker("spark-a-tp", PORTS["a"], PORTS["a-tp-agent"]).start()
+    try:
+        assert until(lambda: gateway.chat().status == 200, 2) < 1
+        # Clients are told the Spark, not the worker's name.
+        assert gateway.chat().served_by == "spark-a"
+        assert gateway.chat().json["served_by"] == "spark-a-tp"
+    finally:
+        head.stop()
+
+
+def test_what_was_not_delivered_is_sent_to_another_worker(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker
+) -> None:
+    """The engine is gone, and its agent has not noticed yet."""
+    spark_a.stop_api()
+    done = [gateway.chat() for _ in range(6)]
+    assert {(answer.status, answer.served_by) for answer in done} == {(200, "spark-b")}
+    assert max(answer.seconds for answer in done) < 1
+
+
+def test_what_was_not_delivered_waits_when_the_others_are_full(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
+    full = clients.chats(24, hold=True)
+    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (12, 12))
+    spark_a.release(12)
+    until(lambda: spark_a.in_flight == 0)
+    spark_a.stop_api()
+    late = clients.chats(12)
+    time.sleep(0.3)
+    spark_b.release(12)
+    assert {answer.status for answer in answers(full + late)} == {200}
+    assert {answer.served_by for answer in answers(late)} == {"spark-b"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [({"close": True}, 502), ({"status": 500}, 500), ({"status": 503}, 503), ({"status": 429}, 429)],
+    ids=["breaks off", "fails", "is overloaded", "refuses"],
+)
+def test_what_was_delivered_is_never_sent_again(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker, fault: dict[str, int], status: int
+) -> None:
+    answer = gateway.chat(**fault)
+    assert answer.status == status
+    assert len(spark_a.received) + len(spark_b.received) == 1
+    if status == 502:
+        assert answer.json["error"]["code"] == "bad_gateway"
+    else:
+        # The worker's own answer.
+        assert answer.json["path"] == "/v1/chat/completions"
+
+
+def test_a_stream_cut_short_ends_visibly(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    with gateway.stream(chunks=10, die_after=3) as answer, pytest.raises(http.client.IncompleteRead) as error:
+        answer.read()
+    assert error.value.partial.count(b"data: {") == 3
+    assert b"[DONE]" not in error.value.partial
+    assert len(spark_a.received) + len(spark_b.received) == 1
+
+
+def test_a_reload_cuts_nothing(gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker) -> None:
+    """Streams go on, what waits is served, and new requests find the new process."""
+    ended = threading.Event()
+    statuses: list[int] = []
+
+    def ask() -> None:
+        while not ended.is_set():
+            statuses.append(gateway.chat(seconds=0.01).status)
+
+    load = [threading.Thread(target=ask) for _ in range(4)]
+    with gateway.stream(chunks=100, interval=0.01) as answer:
+        for thread in load:
+            thread.start()
+        for _ in range(2):
+            gateway.reload()
+            time.sleep(0.1)
+        ended.set()
+        for thread in load:
+            thread.join()
+        events = answer.read().count(b"data: {")
+    assert events == 100
+    assert len(statuses) > 20
+    assert set(statuses) == {200}
+
+
+def test_a_reload_takes_a_new_key(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    keys = gateway.directory / "keys.map"
+    before = keys.read_text()
+    try:
+        keys.write_text("workers sk-another-key\n")
+        assert _key_of(gateway, spark_a, spark_b) == "Bearer sk-the-workers-key"
+        gateway.reload()
+        until(lambda: _key_of(gateway, spark_a, spark_b) == "Bearer sk-another-key", 2)
+    finally:
+        keys.write_text(before)
+
+
+def _key_of(gateway: Gateway, *workers: Worker) -> str:
+    for worker in workers:
+        worker.received.clear()
+    gateway.chat()
+    (received,) = (request for worker in workers for request in worker.received)
+    return received.headers["authorization"]
