@@ -22,7 +22,7 @@ from .status import Phase
 
 PROTOCOL = 1
 _BEATS_PER_TIMEOUT = 5
-_RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +169,9 @@ class Pair:
             self._formed.set_result(None)
             while True:
                 self._take_beat(await self._receive(reader))
-        except (PairError, OSError) as error:
+        except PairError as error:
             if beating is not None:
-                self._on_lost(error if isinstance(error, PairError) else PairError(f"{self.peer}: {error}"))
+                self._on_lost(error)
             else:
                 self._talk = None
                 if isinstance(error, Refused) or not self.is_head:  # the head listens on for another attempt
@@ -182,6 +182,7 @@ class Pair:
             writer.close()
 
     async def _receive(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+        reason = ""
         try:
             async with asyncio.timeout(self._pair.heartbeat_timeout):
                 line = await reader.readline()
@@ -189,9 +190,11 @@ class Pair:
             raise PairError(f"{self.peer} was silent for {self._pair.heartbeat_timeout:g} s") from None
         except ValueError:
             raise PairError(f"{self.peer} sent a line without an end") from None
+        except OSError as error:
+            line, reason = b"", f": {error.strerror}"
         if not line.endswith(b"\n"):
-            ending = f" while {self.peer_phase}" if self.peer_phase else ""
-            raise PairError(f"{self.peer} closed the connection{ending}")
+            doing = f" while it was {self.peer_phase}" if self.peer_phase else ""
+            raise PairError(f"the connection to {self.peer} ended{doing}{reason}")
         try:
             message = json.loads(line)
         except ValueError:
