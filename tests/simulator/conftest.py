@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -137,9 +138,9 @@ class Engine:
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
         """POST JSON; returns status and parsed body."""
-        async with aiohttp.ClientSession() as session:
-            async with session.post(self.url(path), json=body, **options) as response:
-                return response.status, json.loads(await response.text())
+        url = self.url(path)
+        async with aiohttp.ClientSession() as session, session.post(url, json=body, **options) as response:
+            return response.status, json.loads(await response.text())
 
     async def complete(self, tokens: int = 8, **extra: Any) -> tuple[int, dict[str, Any]]:
         """A completion of exactly so many tokens."""
@@ -148,15 +149,14 @@ class Engine:
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
         """The events of a streaming answer, parsed; the last one of a whole answer is "[DONE]"."""
-        timeout = aiohttp.ClientTimeout(total=TEST_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            async with session.post(self.url(path), json=body | {"stream": True}) as response:
-                assert response.status == 200, await response.text()
-                assert response.headers["Content-Type"].startswith("text/event-stream")
-                async for line in response.content:
-                    if line.startswith(b"data: "):
-                        data = line.removeprefix(b"data: ").decode().strip()
-                        yield data if data == "[DONE]" else json.loads(data)
+        url, body = self.url(path), body | {"stream": True}
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    data = line.removeprefix(b"data: ").decode().strip()
+                    yield data if data == "[DONE]" else json.loads(data)
 
     async def metric(self, name: str) -> float:
         """One sample of /metrics, by name and the labels as they stand there."""
@@ -181,10 +181,8 @@ class Engine:
         """End it and all that is left of it."""
         children = self.children().values()
         for pid in [self.process.pid, *children]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 

@@ -90,20 +90,22 @@ def test_values_are_refused_with_1(model: Path, flags: list[str], named: str) ->
 @pytest.mark.parametrize(
     "flags",
     [
-        "--gpu-memory-util 0.7",
-        "--device-memory-utilization 0.7",
-        "--gpu_memory_utilization=0.7",
-        "--speculative_config.method mtp --speculative-config.num_speculative_tokens 4",
-        "--compilation-config.cudagraph_capture_sizes+ 1,2",
-        '--compilation-config {"pass_config":{"fuse_act_quant":true}}',
-        "--max-model-len 256K --max-num-batched-tokens 4096",
-        "--max-model-len auto",
-        "--no-enable-prefix-caching --disable-log-requests --no-enable-flashinfer-autotune",
-        "--safetensors-load-strategy None",
-        "--load-format b12x --gdn-decode-kernel b12x --linear-backend b12x --moe-backend b12x",
-        "--enable-auto-tool-choice --tool-call-parser qwen3_xml --reasoning-parser qwen3",
-        "--mamba-cache-mode align --mm-encoder-tp-mode data --block-size 16 --kv-cache-dtype fp8",
+        # Spellings: abbreviated, with underscores, an alias, with the value attached, keys one by one, suffixes.
+        "--gpu-memory-util 0.7 --max_num_seqs 8 --swa-bounded-replay --max-model-len 256K"
+        " --speculative_config.method mtp --speculative-config.num_speculative_tokens 4"
+        " --compilation-config.cudagraph_capture_sizes+ 1,2 --safetensors-load-strategy None",
+        "--device-memory-utilization=0.7 --no-enable-prefix-caching --disable-log-requests --max-model-len auto",
+        # The published recipe for this model and the b12x image.
+        "--tensor-parallel-size 1 --pipeline-parallel-size 1 --mamba-cache-mode align --enable-prefix-caching"
+        " --enable-chunked-prefill --dtype bfloat16 --kv-cache-dtype fp8 --quantization modelopt_mixed"
+        " --block-size 16 --load-format b12x --max-model-len 262144 --max-num-seqs 8"
+        ' --max-num-batched-tokens 4096 --speculative-config {"method":"mtp","num_speculative_tokens":4}'
+        " --gdn-decode-kernel b12x --linear-backend b12x --moe-backend b12x --no-enable-flashinfer-autotune"
+        " --mm-encoder-tp-mode data --reasoning-parser qwen3 --tool-call-parser qwen3_xml"
+        ' --enable-auto-tool-choice --compilation-config {"pass_config":{"fuse_act_quant":true}}'
+        " --gpu-memory-utilization 0.8",
     ],
+    ids=["spellings", "aliases", "recipe"],
 )
 def test_taken(model: Path, flags: str) -> None:
     result = vllm("serve", str(model), *flags.split(), **LOADED)

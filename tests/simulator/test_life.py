@@ -38,11 +38,11 @@ class Call:
 
     async def _run(self, engine: Engine, tokens: int, stream: bool) -> None:
         body = {"prompt": "x", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
-        async with aiohttp.ClientSession() as session:
-            async with session.post(engine.url("/v1/completions"), json=body) as response:
-                self.status = response.status
-                async for chunk in response.content.iter_any():
-                    self.received += chunk
+        url = engine.url("/v1/completions")
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            self.status = response.status
+            async for chunk in response.content.iter_any():
+                self.received += chunk
 
     async def finish(self, seconds: float = 10) -> Call:
         """Wait for its end."""
@@ -353,13 +353,17 @@ async def test_crash(start: StartEngine, tmp_path: Path) -> None:
     assert "EngineCore died" in engine.log
 
 
-async def test_deaf(start: StartEngine, tmp_path: Path) -> None:
-    engine = await start(STANDIN_CONTROL=str(tmp_path), STANDIN_FAULT_WHEN_READY="deaf; slow 2").ready()
-    await engine.until(lambda: "Application startup complete" in engine.log)
-    await asyncio.sleep(0.2)
+async def test_deaf(start: StartEngine) -> None:
+    engine = await start(STANDIN_FAULT_AT_START="slow 2; deaf").ready()
     engine.process.terminate()
     await asyncio.sleep(0.5)
     assert (await engine.complete())[0] == 200
+
+
+async def test_a_fault_once_ready(start: StartEngine) -> None:
+    engine = start(STANDIN_FAULT_WHEN_READY="crash")
+    assert await engine.ended() == 0
+    assert "Application startup complete." in engine.log
 
 
 @pytest.mark.parametrize(

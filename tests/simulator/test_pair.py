@@ -126,7 +126,8 @@ async def test_the_head_s_end_leaves_a_useless_worker(pair: Pair, how: signal.Si
     head.process.send_signal(how)
     await head.ended(2.5)
     new_head = pair.rank(0)
-    await asyncio.sleep(1.5)
+    await new_head.until(lambda: "distributed_init_method" in new_head.log)
+    await asyncio.sleep(1)
     assert worker.process.poll() is None
     assert not new_head.accepts_connections()
     new_head.process.terminate()
