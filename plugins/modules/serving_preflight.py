@@ -6,7 +6,7 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: serving_preflight
-short_description: Check that one Spark has everything a mode needs
+short_description: Check that one Spark has everything its modes need
 version_added: 0.1.0
 description:
   - Looks for the model's folder, the image and its platform, flags that the image's engine does not know, ports that others
@@ -15,15 +15,15 @@ description:
   - Meant to run before anything is stopped.
 options:
   mode:
-    description: The mode that shall be possible.
+    description: The mode that shall be possible with what is installed.
     type: str
-    required: true
     choices: [replica, tp]
-  config:
+  configs:
     description:
-      - The agent's configuration for that mode, as it would be installed.
-      - By default the one that is installed.
-    type: dict
+      - The agents' configurations of the modes that shall be possible, as they would be installed.
+      - Exactly one of O(mode) and O(configs) must be given.
+    type: list
+    elements: dict
 attributes:
   check_mode:
     description: Can run in C(check_mode) and return changed status prediction without modifying target.
@@ -47,6 +47,10 @@ EXAMPLES = r"""
 - name: Is everything there for tensor parallelism?
   twospark.serving.serving_preflight:
     mode: tp
+
+- name: Would these settings work?
+  twospark.serving.serving_preflight:
+    configs: ["{{ plan.replica.config }}", "{{ plan.tp.config }}"]
 """
 
 RETURN = r"""
@@ -56,11 +60,6 @@ problems:
   type: list
   elements: str
   sample: ["model folder /srv/models/x does not exist"]
-image_id:
-  description: The id of the image on this host, empty when it is not there.
-  returned: always
-  type: str
-  sample: sha256:5d0da3dc976460b72c77d94c8a1ad043720b0416bfc16c52c45d4847e53fadb6
 """
 
 import json
@@ -85,6 +84,16 @@ class Preflight:
         self.config = config
         self.problems: list[str] = []
         self.docker = module.get_bin_path("docker")
+
+    def look(self) -> list[str]:
+        """Everything that is wrong."""
+        self.model()
+        image_id = self.image()
+        if image_id:
+            self.flags(image_id)
+        self.ports()
+        self.memory()
+        return self.problems
 
     def model(self) -> None:
         folder = self.config["model"]
@@ -188,33 +197,33 @@ def main() -> None:
     """Look at everything, then report everything."""
     module = AnsibleModule(
         argument_spec={
-            "mode": {"type": "str", "required": True, "choices": ["replica", "tp"]},
-            "config": {"type": "dict"},
+            "mode": {"type": "str", "choices": ["replica", "tp"]},
+            "configs": {"type": "list", "elements": "dict"},
         },
+        required_one_of=[("mode", "configs")],
+        mutually_exclusive=[("mode", "configs")],
         supports_check_mode=True,
     )
-    config: dict[str, t.Any] = module.params["config"] or Spark(module).config(module.params["mode"]) or {}
-    if not config:
+    mode: str | None = module.params["mode"]
+    configs: list[dict[str, t.Any]] = module.params["configs"] or []
+    if mode:
+        installed = Spark(module).config(mode)
+        if installed is None:
+            module.fail_json(
+                msg=f"Mode {mode} is not installed on this host. Nothing was stopped. Install it: ansible-playbook playbooks/site.yml",
+                problems=[],
+            )
+        configs = [t.cast("dict[str, t.Any]", installed)]
+    # The modes share most of what they need: what is missing for both is said once.
+    problems = list(
+        dict.fromkeys(problem for config in configs for problem in Preflight(module, config).look())
+    )
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
         module.fail_json(
-            msg=f"mode {module.params['mode']} is not installed on this host. Nothing was stopped. Install it: ansible-playbook playbooks/site.yml",
-            problems=[],
-            image_id="",
+            msg=f"This Spark lacks what it needs. Nothing was stopped.\n{listed}", problems=problems
         )
-    looked = Preflight(module, config)
-    looked.model()
-    image_id = looked.image()
-    if image_id:
-        looked.flags(image_id)
-    looked.ports()
-    looked.memory()
-    result = {"changed": False, "problems": looked.problems, "image_id": image_id}
-    if looked.problems:
-        listed = "\n".join(f"- {problem}" for problem in looked.problems)
-        module.fail_json(
-            msg=f"Mode {module.params['mode']} cannot run on this host yet; nothing was stopped.\n{listed}",
-            **result,
-        )
-    module.exit_json(**result)
+    module.exit_json(changed=False, problems=problems)
 
 
 if __name__ == "__main__":
