@@ -270,8 +270,14 @@ async def test_each_key_opens(keyed: Engine, key: str) -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Authorization": "Bearer not-this-one"}, {"Authorization": KEYS[0]}, {"x-api-key": KEYS[0]}],
-    ids=["none", "environment's, which the flag outdoes", "not Bearer", "x-api-key"],
+    [
+        {},
+        {"Authorization": "Bearer not-this-one"},
+        {"Authorization": KEYS[0]},
+        {"Authorization": f"Basic {KEYS[0]}"},
+        {"x-api-key": KEYS[0]},
+    ],
+    ids=["none", "the environment's, which the flag outdoes", "bare", "Basic", "x-api-key"],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/nowhere", "/v2/embed", "/inference/x", "/cohere/x"])
 async def test_guarded_paths(keyed: Engine, path: str, headers: dict[str, str]) -> None:

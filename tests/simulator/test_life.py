@@ -178,6 +178,18 @@ async def test_a_process_that_dies_while_loading(start: StartEngine) -> None:
     assert "Engine core initialization failed" in engine.log
 
 
+async def test_idle_connections_are_closed(start: StartEngine) -> None:
+    """After 5 s as a rule: who keeps connections longer than the server finds them closed."""
+    engine = await start(VLLM_HTTP_TIMEOUT_KEEP_ALIVE="0.5").ready()
+    reader, writer = await asyncio.open_connection(engine.address, engine.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+    began = time.monotonic()
+    answer = await reader.read()  # up to the close
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert 0.4 < time.monotonic() - began < 3
+
+
 # --- stopping ---
 
 

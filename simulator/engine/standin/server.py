@@ -13,7 +13,7 @@ import random
 import struct
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -419,41 +419,42 @@ class Server:
         self._refuse_when_draining()
         self._scheduler.submit(requests)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-
-        async def send(chunk: Body) -> None:
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-
         try:
             await response.prepare(request)
-            for index, (sequence, reply) in enumerate(zip(requests, all_replies, strict=True)):
-                seen = 0
-                while not (sequence.done and seen >= sequence.generated):
-                    count = await sequence.progress(seen)
-                    start, end = reply.position(seen), reply.position(count)
-                    choice: Body = {"index": index, "logprobs": None, "finish_reason": None}
-                    if not seen and isinstance(shape, ChatShape):
-                        await send(
-                            head | {"choices": [choice | {"delta": {"role": "assistant", "content": ""}}]}
-                        )
-                    choice |= shape.delta(reply, start, end)
-                    if count >= reply.tokens:
-                        choice |= {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason}
-                        await send(head | {"choices": [choice]} | self._fingerprint)
-                    else:
-                        await send(head | {"choices": [choice]})
-                    seen = count
-            if usage:
-                await send(head | {"choices": [], "usage": usage()})
-        except (EngineDeadError, QueueFullError) as error:
-            await send(from_engine(error).body)
+            try:
+                async for chunk in self._chunks(shape, head, requests, all_replies):
+                    await _send(response, chunk)
+                if usage:
+                    await _send(response, head | {"choices": [], "usage": usage()})
+            except EngineDeadError as error:
+                await _send(response, from_engine(error).body)
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
         except ConnectionResetError:
-            return response  # the client has left
+            pass  # the client has left
         finally:
             for sequence in requests:
                 self._scheduler.abort(sequence)
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
         return response
+
+    async def _chunks(
+        self, shape: Shape, head: Body, requests: Sequence[Request], all_replies: Sequence[Reply]
+    ) -> AsyncIterator[Body]:
+        """What a stream tells, choice after choice, as the tokens come."""
+        for index, (sequence, reply) in enumerate(zip(requests, all_replies, strict=True)):
+            empty = {"index": index, "logprobs": None, "finish_reason": None}
+            seen = 0
+            while seen < reply.tokens:
+                count = await sequence.progress(seen)
+                if not seen and isinstance(shape, ChatShape):
+                    yield head | {"choices": [empty | {"delta": {"role": "assistant", "content": ""}}]}
+                choice = empty | shape.delta(reply, reply.position(seen), reply.position(count))
+                seen = count
+                if seen < reply.tokens:
+                    yield head | {"choices": [choice]}
+                    continue
+                end = {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason}
+                yield head | {"choices": [choice | end]} | self._fingerprint
 
     # --- reading bodies ---
 
@@ -549,6 +550,10 @@ class Server:
     def _refuse_when_draining(self) -> None:
         if self.state.draining:
             raise ApiError(500, "cannot schedule new futures after shutdown", "InternalServerError")
+
+
+async def _send(response: web.StreamResponse, chunk: Body) -> None:
+    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
 
 def _text_of(message: Body) -> str:
