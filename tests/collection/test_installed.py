@@ -19,16 +19,18 @@ PLAYBOOKS = sorted(path.stem for path in (ROOT / "playbooks").glob("*.yml"))
 MODULES = sorted(path.stem for path in (ROOT / "plugins/modules").glob("*.py"))
 ROLES = sorted(path.parents[1].name for path in (ROOT / "roles").glob("*/meta/argument_specs.yml"))
 
-# What only a checkout needs, by the first part of its path.
-NOT_SHIPPED = {
-    ".ansible-lint",
-    ".ci",
-    ".collections",
-    "Makefile",
-    "ansible.cfg",
-    "molecule",
-    "simulator",
-    "tests",
+# What a build holds, by the first part of its path.
+SHIPPED = {
+    "CHANGELOG.rst",
+    "FILES.json",
+    "LICENSE",
+    "MANIFEST.json",
+    "README.md",
+    "inventories",
+    "meta",
+    "playbooks",
+    "plugins",
+    "roles",
 }
 
 
@@ -84,16 +86,14 @@ def listed_tasks(playbook: str, inventory: Path, cwd: Path, **environment: str) 
 
 def test_archive_holds_what_a_user_needs(archive: Path) -> None:
     with tarfile.open(archive) as content:
-        names = set(content.getnames())
-    first = {name.partition("/")[0] for name in names}
-    assert first & NOT_SHIPPED == set()
-    assert {"README.md", "LICENSE", "CHANGELOG.rst", "meta/runtime.yml"} <= names
-    assert not [name for name in names if "__pycache__" in name]
-    for folder in ("playbooks", "plugins", "roles", "inventories/example"):
-        wanted = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
-        wanted = {name for name in wanted if "__pycache__" not in name}
-        assert wanted, folder
-        assert wanted - names == set()
+        names = {member.name for member in content if member.isfile()}
+        folders = {member.name for member in content if member.isdir()}
+    assert {name.partition("/")[0] for name in names | folders} == SHIPPED
+    git = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SHIPPED)
+    known = {name for name in run(*git, cwd=ROOT).split("\0") if (ROOT / name).is_file()}
+    simulation = {name for name in known if name.startswith("inventories/simulation/")}
+    assert names - {"FILES.json", "MANIFEST.json"} == known - simulation
+    assert not [name for name in folders if "__pycache__" in name]
 
 
 @pytest.mark.parametrize("playbook", PLAYBOOKS)
