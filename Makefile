@@ -59,7 +59,7 @@ demo-down: setup ## Remove the demonstration (what was built stays in the cache)
 	@[ -n "$$(docker ps --quiet)" ] || simulator/docker-engine stop
 
 ##@ Tests
-.PHONY: test test-quick lint docs-lint sanity units suites molecule build
+.PHONY: test test-quick lint docs-lint sanity units suites molecule leftovers build
 test: test-quick molecule ## Everything
 
 test-quick: lint docs-lint sanity units suites build ## All that needs no container
@@ -87,7 +87,13 @@ suites: setup ## The installed build, the stand-in engine and the gateway on thi
 
 molecule: setup ## Simulated Sparks: one scenario per promise
 	@$(STEP) docker-engine simulator/docker-engine
+	@$(STEP) images simulator/images
+	@$(STEP) leftovers $(MAKE) leftovers
 	@$(STEP) molecule molecule test --all
+
+# What a killed run of molecule left behind.
+leftovers:
+	@ansible-playbook -i molecule/inventory simulator/destroy.yml
 
 build: setup ## Build the collection into dist/
 	@$(STEP) build ansible-galaxy collection build --force --output-path dist
