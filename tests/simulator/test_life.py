@@ -333,19 +333,22 @@ async def test_wedge_and_its_end(start: StartEngine, tmp_path: Path) -> None:
 async def test_slow(start: StartEngine, tmp_path: Path) -> None:
     fault = tmp_path / "fault-file"  # STANDIN_CONTROL may be the file itself
     engine = await start(STANDIN_CONTROL=str(fault), STANDIN_SPEED="20").ready()
+    call = Call(engine, LONG)
+    await engine.running(1)
 
-    async def seconds() -> float:
-        began = time.monotonic()
-        assert (await engine.complete(150))[0] == 200
-        return time.monotonic() - began
+    async def tokens_per_second() -> float:
+        counter = 'vllm:generation_tokens_total{engine="0",model_name="tiny"}'
+        await asyncio.sleep(0.3)  # by now a change of the file is seen
+        before, began = await engine.metric(counter), time.monotonic()
+        await asyncio.sleep(0.7)
+        return (await engine.metric(counter) - before) / (time.monotonic() - began)
 
-    normal = await seconds()
+    assert await tokens_per_second() == pytest.approx(720, rel=0.2)
     fault.write_text("slow 5")
-    await asyncio.sleep(0.3)
-    assert 4 < await seconds() / normal < 6
+    assert await tokens_per_second() == pytest.approx(144, rel=0.2)
     fault.unlink()
-    await asyncio.sleep(0.3)
-    assert await seconds() == pytest.approx(normal, rel=0.3)
+    assert await tokens_per_second() == pytest.approx(720, rel=0.2)
+    await call.leave()
 
 
 async def test_refuse_and_its_end(start: StartEngine, tmp_path: Path) -> None:

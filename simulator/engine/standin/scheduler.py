@@ -185,17 +185,20 @@ class Scheduler:
 
     async def run(self) -> None:
         """Serve for ever; cancel the task to freeze the batch."""
+        advanced = time.monotonic()
         while True:
             if not self.unfinished:
                 self._pending.clear()
                 await self._pending.wait()
+                advanced = time.monotonic()
             await self._faults.unwedged.wait()
             await self._step()
             self._admit()
-            began = time.monotonic()
             await asyncio.sleep(TICK_SECONDS)
-            # A machine that was busy elsewhere does not catch up in one step.
-            self._advance(min(time.monotonic() - began, 10 * TICK_SECONDS))
+            now = time.monotonic()
+            # What was held up for longer does not catch up.
+            self._advance(min(now - advanced, 10 * TICK_SECONDS))
+            advanced = now
             self._show()
 
     def _admit(self) -> None:
