@@ -69,7 +69,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watchdog:
+class WatchdogConfig:
     """interval: seconds between looks at the engine. canary_timeout: seconds a one-token request may take,
     and the quiet time after which one is sent. strikes: failed canaries in a row that mean wedged."""
 
@@ -107,7 +107,7 @@ class Config:
     agent: Agent = field()
     memory: MemoryGate = field()
     timeouts: Timeouts = field()
-    watchdog: Watchdog = field()
+    watchdog: WatchdogConfig = field()
     pair: PairConfig | None = field()
 
 

@@ -119,20 +119,24 @@ class Container:
         await asyncio.wait({self._output}, timeout=2)  # the last lines tell the cause
         return status
 
+    async def is_running(self) -> bool:
+        """Has docker started the container?"""
+        return await docker("inspect", "--format", "{{.State.Running}}", self._name) == (0, "true")
+
     async def end(self, grace: float | None, hurry: asyncio.Event) -> None:
         """End the container and make sure that none of its name is left.
 
         With `grace` (seconds) its main process gets SIGTERM first and SIGKILL afterwards, or as soon as `hurry`
         is set; without it SIGKILL at once. Takes at most grace + 70 seconds, even if docker hangs.
         """
-        if grace is not None and self._is_running:
+        if grace is not None and self._is_attached:
             await self._stop(grace, hurry)
         for _ in range(_KILL_TRIES):  # a container that is only being created cannot be killed yet
-            if not self._is_running:
+            if not self._is_attached:
                 break
             await docker("kill", self._name, seconds=_KILL_WAIT_SECONDS * 2)
             await self._exited_within(_KILL_WAIT_SECONDS)
-        if self._process is not None and self._is_running:
+        if self._process is not None and self._is_attached:
             self._process.kill()
         await self.remove()
 
@@ -141,7 +145,7 @@ class Container:
         await docker("rm", "--force", self._name)
 
     @property
-    def _is_running(self) -> bool:
+    def _is_attached(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     async def _stop(self, grace: float, hurry: asyncio.Event) -> None:

@@ -27,6 +27,10 @@ class EngineError(Exception):
         self.final = final
 
 
+class NotListening(EngineError):
+    """Nobody listens on the engine's port. vLLM listens from ready to its end, so it has ended or begun anew."""
+
+
 @dataclass(frozen=True)
 class Counters:
     """Figures of one scrape, summed over the engine's label sets; kv_cache_usage is 0 to 1."""
@@ -127,6 +131,8 @@ class Engine:
                 return _parse(await self._exchange(method, path, body))
         except TimeoutError as error:
             raise EngineError(f"{path} did not answer within {seconds:g} s") from error
+        except ConnectionRefusedError as error:
+            raise NotListening(f"nobody listens on port {self.port}") from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{path} failed: {error or type(error).__name__}") from error
 

@@ -12,21 +12,21 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .config import Config
 from .container import Container, ContainerError, describe_exit, docker, running_containers
-from .engine import Counters, Engine, EngineError
+from .engine import Engine, EngineError, NotListening
 from .history import History
 from .memory import Memory
 from .notify import Notifier
 from .pair import Pair, PairError
-from .progress import Verdict, Watch, loaded_fraction
+from .progress import loaded_fraction
 from .status import Phase, Status, StatusServer
+from .watchdog import Watchdog
 
 STOPPED_AS_ASKED = 0
 FAILED = 1
@@ -37,6 +37,8 @@ _PULSE_SECONDS = 5.0
 _EXTENSION_SECONDS = 60  # systemd gives up on a start when no sign of life came for so long
 _KEPT_LINES = 40
 _TOLD_LINES = 3
+_STARTING_SECONDS = 120
+_EXIT_SECONDS = 5  # how long after its port closes a container may take to exit
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,16 @@ class Failure(Exception):
 
 class PeerGone(Failure):
     """The other rank ended, so this one must end too."""
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float, complaint: Callable[[], str]) -> AsyncIterator[None]:
+    """Bound the block to `seconds`; when they are over, `complaint()` is the cause of the failure."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise Failure(complaint()) from None
 
 
 class Supervisor:
@@ -63,10 +75,12 @@ class Supervisor:
         self._notifier = Notifier()
         self._container = Container(config.container, config.command, self._take_line)
         self._engine = Engine(config.api.port, config.served_model_name, api_key) if config.api else None
+        self._watchdog = Watchdog(self._engine, config.watchdog, self._status) if self._engine else None
         self._pair: Pair | None = None
         if config.pair is not None:
             self._pair = Pair(config, config.pair, self._take_peer_phase, self._take_loss)
             self._status.describe_pair = self._pair.describe
+        self._now = asyncio.get_running_loop().time  # monotonic
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._ready = False
         self._wedged = False
@@ -111,21 +125,21 @@ class Supervisor:
         await self._wait_for_memory()
         if self._pair is not None and self._pair.is_head:
             await self._wait_for_worker(self._pair)
-        started = await self._start()
-        if self._engine is None:
-            assert self._pair is not None
-            await self._wait_for_head(self._pair)
-        else:
+        started = self._now()
+        await self._start()
+        if self._engine is not None:
             await self._load(self._engine)
             await self._verify(self._engine)
-        self._history.remember_start(self._config.image, time.monotonic() - started)
+        elif self._pair is not None:
+            await self._wait_for_head(self._pair)
+        self._history.remember_start(self._config.image, self._now() - started)
         self._enter(Phase.SERVING)
         self._ready = True
         self._notifier.send("READY=1", self._status_line())
-        if self._engine is None:
-            await asyncio.Event().wait()  # the head watches for both ranks
+        if self._watchdog is not None:
+            await self._watch(self._watchdog)
         else:
-            await self._watch(self._engine)
+            await asyncio.Event().wait()  # the head watches for both ranks
 
     def _check_ourselves(self) -> None:
         """Take the agent's port and look for the model."""
@@ -147,11 +161,10 @@ class Supervisor:
             raise Failure(f"port {self._engine.port} is taken by another process")
 
     async def _meet_peer(self, pair: Pair) -> None:
-        self._status.detail = pair.peer
-
         def report(reason: str) -> None:
             self._status.detail = f"{pair.peer}: {reason}"
 
+        report("nothing heard")
         try:
             await pair.form(report)
         except PairError as error:
@@ -165,32 +178,25 @@ class Supervisor:
                 await self._memory.drop_page_cache()
             except OSError as error:
                 log.warning("the page cache cannot be dropped: %s", error)
-        deadline = time.monotonic() + gate.wait_seconds
-        while (available := self._memory.available_gib()) < gate.budget_gib:
-            missing = f"{gate.budget_gib:.1f} GiB needed, {available:.1f} GiB available"
-            if time.monotonic() >= deadline:
-                raise Failure(
-                    f"not enough memory after {gate.wait_seconds:g} s: {missing}; "
-                    f"{await self._describe_holders()}"
-                )
-            if not self._status.detail:
-                log.info("%s; %s", missing, await self._describe_holders())
-            self._status.detail = missing
-            await asyncio.sleep(_POLL_SECONDS)
+        if self._memory.available_gib() >= gate.budget_gib:
+            return
+        holders = await self._describe_holders()
+        complaint = f"not enough memory after {gate.wait_seconds:g} s: "
+        async with _within(gate.wait_seconds, lambda: complaint + self._status.detail):
+            while (available := self._memory.available_gib()) < gate.budget_gib:
+                figures = f"{gate.budget_gib:.1f} GiB needed, {available:.1f} GiB available"
+                self._status.detail = f"{figures}; {holders}"
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_worker(self, pair: Pair) -> None:
         """Worker first, head last: its engine must be up before ours looks for it."""
         self._enter(Phase.WAITING_FOR_PEER)
         self._status.detail = f"engine of {pair.peer}"
-        wait = self._config.memory.wait_seconds + 60
-        try:
-            async with asyncio.timeout(wait):
-                await pair.wait_for_peer(Phase.STARTING, Phase.LOADING)
-        except TimeoutError:
-            raise Failure(f"the engine of {pair.peer} was not started within {wait:g} s") from None
+        bound = self._config.memory.wait_seconds + 60
+        async with _within(bound, lambda: f"the engine of {pair.peer} was not started within {bound:g} s"):
+            await pair.wait_for_peer(Phase.LOADING)
 
-    async def _start(self) -> float:
-        """Start the container; returns the monotonic time of the start."""
+    async def _start(self) -> None:
         self._enter(Phase.STARTING)
         self._history.count_start()
         try:
@@ -198,111 +204,63 @@ class Supervisor:
         except ContainerError as error:
             raise Failure(str(error)) from error
         self._keep(self._await_exit())
-        return time.monotonic()
+        complaint = f"docker did not start the container within {_STARTING_SECONDS} s"
+        async with _within(_STARTING_SECONDS, lambda: complaint):
+            while not await self._container.is_running():
+                await asyncio.sleep(_POLL_SECONDS)
+        self._enter(Phase.LOADING)
 
     async def _load(self, engine: Engine) -> None:
         bound = self._config.timeouts.start
-        try:
-            async with asyncio.timeout(bound):
-                while True:
-                    if await engine.healthy():
-                        return
-                    await asyncio.sleep(_POLL_SECONDS)
-        except TimeoutError:
-            raise Failure(f"the engine did not get healthy within {bound:g} s{self._told()}") from None
+        async with _within(bound, lambda: f"the engine was not healthy within {bound:g} s{self._told()}"):
+            while True:
+                if await engine.healthy():
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def _verify(self, engine: Engine) -> None:
         """One real completion; a server that listens is not yet an engine that generates."""
         self._enter(Phase.VERIFYING)
         bound = self._config.timeouts.verify
-        reason = ""
-        try:
-            async with asyncio.timeout(bound):
-                while True:
-                    try:
-                        return await engine.complete_one_token(bound)
-                    except EngineError as error:
-                        if error.final:
-                            raise Failure(f"the engine refuses to serve: {error}") from error
-                        reason = f": {error}"
-                        self._status.detail = str(error)
-                    await asyncio.sleep(_POLL_SECONDS)
-        except TimeoutError:
-            raise Failure(f"healthy, but no completion within {bound:g} s{reason}") from None
+        complaint = f"the engine is healthy but gave no completion within {bound:g} s"
+        async with _within(bound, lambda: f"{complaint}; {self._status.detail or 'no answer'}"):
+            while True:
+                try:
+                    return await engine.complete_one_token(bound)
+                except EngineError as error:
+                    if error.final:
+                        raise Failure(f"the engine refuses to serve: {error}") from error
+                    self._status.detail = str(error)
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_head(self, pair: Pair) -> None:
         """A headless rank has no API to ask; it is ready when the head is."""
         limits = self._config.timeouts
         bound = self._config.memory.wait_seconds + limits.start + limits.verify
+        async with _within(bound, lambda: f"{pair.peer} was not serving within {bound:g} s"):
+            await pair.wait_for_peer(Phase.SERVING)
+
+    async def _watch(self, watchdog: Watchdog) -> None:
+        """Serve until the engine is wedged; then let systemd's watchdog end us, or else end by ourselves."""
         try:
-            async with asyncio.timeout(bound):
-                await pair.wait_for_peer(Phase.SERVING)
-        except TimeoutError:
-            raise Failure(f"the head was not serving within {bound:g} s") from None
-
-    async def _watch(self, engine: Engine) -> None:
-        """Look at the engine at each interval; ends only when it is wedged."""
-        settings = self._config.watchdog
-        watch = Watch(settings.strikes, settings.canary_timeout)
-        canary: asyncio.Task[str] | None = None
-        try:
-            while True:
-                verdict = watch.look(time.monotonic(), await self._scrape(engine))
-                if canary is not None and verdict is Verdict.BUSY:
-                    canary.cancel()  # it has its answer
-                    canary = None
-                elif canary is not None and canary.done():
-                    self._judge(canary.result(), watch)
-                    canary = None
-                if watch.wedged:
-                    await self._give_up_wedged(watch.strikes)
-                if canary is None and verdict is Verdict.SUSPECT:
-                    canary = asyncio.create_task(self._send_canary(engine, settings.canary_timeout))
-                await asyncio.sleep(settings.interval)
-        finally:
-            if canary is not None:
-                canary.cancel()
-
-    async def _send_canary(self, engine: Engine, seconds: float) -> str:
-        """Ask for one token; returns what went wrong, empty when it came."""
-        self._status.canaries += 1
-        try:
-            await engine.complete_one_token(seconds)
-        except EngineError as error:
-            return str(error)
-        return ""
-
-    def _judge(self, complaint: str, watch: Watch) -> None:
-        if not complaint:
-            watch.canary_passed(time.monotonic())
-            return
-        self._status.canary_failures += 1
-        watch.canary_failed()
-        log.warning("strike %d of %d: no progress, and %s", watch.strikes, watch.strikes_allowed, complaint)
-
-    async def _scrape(self, engine: Engine) -> Counters | None:
-        """Read the engine's counters into the status; None when they cannot be read."""
-        try:
-            counters = await engine.counters()
-        except EngineError as error:
-            log.warning("%s", error)
-            return None
-        self._status.take_counters(counters)
-        return counters
-
-    async def _give_up_wedged(self, strikes: int) -> None:
-        """Let systemd's watchdog end us; when nothing does, end by ourselves."""
-        cause = f"wedged: no progress and {strikes} canaries failed"
+            cause = await watchdog.watch()
+        except NotListening as error:
+            await self._explain(error)
         self._fail(cause)
         self._wedged = True
         self._notifier.send("WATCHDOG=trigger")
         await asyncio.sleep((self._notifier.watchdog_seconds or 0) + 1)
         raise Failure(cause)
 
+    async def _explain(self, error: NotListening) -> NoReturn:
+        """The engine ended, and its exit status, soon to come, tells more than that; or it was restarted."""
+        await asyncio.sleep(_EXIT_SECONDS)
+        raise Failure(f"{error} although the container runs; was it restarted from outside?")
+
     async def _drain(self) -> None:
         """Let the requests in flight finish; the health check says draining meanwhile."""
         limits = self._config.timeouts
-        if self._engine is None:  # the head drains; our half of the model must outlive that
+        if self._watchdog is None:  # the head drains; our half of the model must outlive that
             bound = limits.drain_notice + limits.drain + limits.container_stop + 15
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(bound):
@@ -313,12 +271,14 @@ class Supervisor:
         try:
             async with asyncio.timeout(limits.drain):
                 while idle_looks < 2:  # a request on its way into the engine is not counted for a moment
-                    counters = await self._scrape(self._engine)
+                    counters = await self._watchdog.scrape()
                     idle_looks = idle_looks + 1 if counters is not None and counters.in_flight == 0 else 0
                     self._status.detail = f"{counters.in_flight if counters else '?'} in flight"
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             log.warning("drain time of %g s is over: %s", limits.drain, self._status.detail)
+        except NotListening as error:
+            await self._explain(error)
 
     async def _end(self, failure: Failure | None, graceful: bool) -> None:
         """End the engine, leave nothing behind, tell why."""
@@ -382,11 +342,8 @@ class Supervisor:
 
     async def _await_exit(self) -> None:
         status = await self._container.wait()
-        self._interrupt(
-            Failure(
-                f"engine exited with {describe_exit(status)} while {self._status.stage.phase}{self._told()}"
-            )
-        )
+        phase = self._status.stage.phase
+        self._interrupt(Failure(f"engine exited with {describe_exit(status)} while {phase}{self._told()}"))
 
     # What it tells
 
@@ -418,9 +375,9 @@ class Supervisor:
 
     def _fail(self, cause: str) -> None:
         self._history.count_failure()
-        self._enter(Phase.FAILED, cause)
         if self._last_lines:
             log.error("the engine's last lines were:\n%s", "\n".join(self._last_lines))
+        self._enter(Phase.FAILED, cause)
 
     def _take_line(self, line: str) -> None:
         """One line of the engine's log: to the journal, and what it tells to the status."""
@@ -431,8 +388,6 @@ class Supervisor:
         self._last_lines.append(line)
         if (fraction := loaded_fraction(line)) is not None:
             self._status.loaded_fraction = fraction
-        if self._status.stage.phase is Phase.STARTING:
-            self._enter(Phase.LOADING)
 
     def _told(self) -> str:
         lines = list(self._last_lines)[-_TOLD_LINES:]
