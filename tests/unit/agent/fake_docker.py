@@ -83,6 +83,8 @@ def main(command: str, *arguments: str) -> int:
         case "rm":
             send(arguments[-1], signal.SIGKILL)
             (STATE / arguments[-1]).unlink(missing_ok=True)
+        case "inspect":
+            print("true" if alive(pid_of(arguments[-1])) else "false")
         case "version":
             print("0 (fake)")
         case "ps":

@@ -195,7 +195,7 @@ class TestFailure:
         spark.order(die_loading=1)
         spark.start()
         assert spark.exit_status() == 1
-        spark.wait_for("STATUS=failed: engine exited with status 1 while loading; last lines: ")
+        spark.wait_for("STATUS=failed: engine exited with status 1 while ")
         assert "ValueError: no room for the KV cache" in spark.messages[-1]
         assert "READY=1" not in spark.messages
         assert API_KEY not in spark.messages[-1]
@@ -238,18 +238,27 @@ class TestFailure:
         spark.memory(50)
         spark.wait_for("READY=1")
 
+    def test_an_engine_that_dies_while_it_drains_has_failed(self, spark: Spark) -> None:
+        spark.order(running=1, busy=True)
+        spark.ready_when_busy()
+        spark.terminate()
+        spark.wait_for_phase("draining")
+        spark.order(exit=0)
+        assert spark.exit_status() == 1
+        spark.wait_for("STATUS=failed: engine exited with status 0 while draining")
+
     def test_a_start_that_takes_too_long(self, spark: Spark) -> None:
         spark.config["timeouts"]["start"] = 1
         spark.order(load_seconds=60)
         spark.start()
         assert spark.exit_status() == 1
-        spark.wait_for("STATUS=failed: the engine did not get healthy within 1 s; last lines: ")
+        spark.wait_for("STATUS=failed: the engine was not healthy within 1 s; last lines: ")
         assert spark.engine_pid is None
 
     @pytest.mark.parametrize(
         ("refuse", "cause"),
         [(401, "the engine refuses to serve: a completion was answered 401"),
-         (500, "healthy, but no completion within 1 s: a completion was answered 500")],
+         (500, "the engine is healthy but gave no completion within 1 s; a completion was answered 500")],
     )  # fmt: skip
     def test_no_completion_no_ready(self, spark: Spark, refuse: int, cause: str) -> None:
         spark.config["timeouts"]["verify"] = 1
@@ -265,7 +274,7 @@ class TestFailure:
         spark.order(stuck=True)
         spark.start()
         assert spark.exit_status() == 1
-        spark.wait_for("STATUS=failed: healthy, but no completion within 1 s")
+        spark.wait_for("STATUS=failed: the engine is healthy but gave no completion within 1 s; no answer")
         assert "READY=1" not in spark.messages
 
     @pytest.mark.parametrize("whose", ["api", "agent"])

@@ -157,6 +157,7 @@ class TestStop:
         assert worker.engine_pid is not None
         head.order()
         assert [spark.exit_status() for spark in pair] == [0, 0]
+        assert [spark.history["failures"] for spark in pair] == [0, 0]
         assert "stop -t 1 vllm-replica" in head.docker_calls
         assert "kill vllm-replica" in worker.docker_calls
         assert not any(call.startswith("stop") for call in worker.docker_calls)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +59,14 @@ async def _within(seconds: float, complaint: Callable[[], str]) -> AsyncIterator
             yield
     except TimeoutError:
         raise Failure(complaint()) from None
+
+
+async def _poll(question: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again and again until the answer is yes; the caller sets the bound."""
+    while True:
+        if await question():
+            return
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 class Supervisor:
@@ -206,17 +214,13 @@ class Supervisor:
         self._keep(self._await_exit())
         complaint = f"docker did not start the container within {_STARTING_SECONDS} s"
         async with _within(_STARTING_SECONDS, lambda: complaint):
-            while not await self._container.is_running():
-                await asyncio.sleep(_POLL_SECONDS)
+            await _poll(self._container.is_running)
         self._enter(Phase.LOADING)
 
     async def _load(self, engine: Engine) -> None:
         bound = self._config.timeouts.start
         async with _within(bound, lambda: f"the engine was not healthy within {bound:g} s{self._told()}"):
-            while True:
-                if await engine.healthy():
-                    return
-                await asyncio.sleep(_POLL_SECONDS)
+            await _poll(engine.healthy)
 
     async def _verify(self, engine: Engine) -> None:
         """One real completion; a server that listens is not yet an engine that generates."""
