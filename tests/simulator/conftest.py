@@ -178,11 +178,9 @@ class Engine:
     model_name = "tiny"
 
     def kill(self) -> None:
-        """End it and all that is left of it."""
-        children = self.children().values()
-        for pid in [self.process.pid, *children]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """End it and all that it has left, orphans too: they are in its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
