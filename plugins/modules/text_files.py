@@ -87,7 +87,7 @@ def content_of(path: str) -> str | None:
     """The content of a file; None when there is none."""
     try:
         with open(path, "rb") as file:
-            return to_text(file.read(), errors="surrogate_or_replace")
+            return str(to_text(file.read(), errors="surrogate_or_replace"))
     except FileNotFoundError:
         return None
 
