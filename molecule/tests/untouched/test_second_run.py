@@ -28,7 +28,9 @@ def test_systemd_was_never_reloaded(root: Callable[[str], str]) -> None:
 def test_the_container_is_the_first(root: Callable[[str], str]) -> None:
     restarts = root("systemctl show vllm-replica.service --property=NRestarts --value")
     started = root("docker inspect --format '{{.State.StartedAt}}' vllm-replica")
-    created = root("docker events --since 24h --until 0s --filter event=create --filter container=vllm-replica || true")
+    created = root(
+        "docker events --since 24h --until 0s --filter event=create --filter container=vllm-replica || true"
+    )
     assert restarts == "0"
     assert started
     assert len(created.splitlines()) <= 1, created
