@@ -16,7 +16,7 @@ description:
 positional: _input, host, address
 options:
   _input:
-    description: The variables of the role P(twospark.serving.gateway#role), without their prefix C(gateway_).
+    description: The variables of the role C(gateway), without their prefix C(gateway_).
     type: dict
     required: true
   host:
