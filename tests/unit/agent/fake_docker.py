@@ -20,7 +20,7 @@ def pid_of(name: str) -> int:
     try:
         return int((STATE / name).read_text())
     except (FileNotFoundError, ValueError):
-        print(f"Error response from daemon: No such container: {name}")
+        print(f"Error response from daemon: No such container: {name}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -71,6 +71,7 @@ def stop(arguments: list[str]) -> int:
 
 
 def main(command: str, *arguments: str) -> int:
+    print("WARNING: Error loading config file", file=sys.stderr)  # as docker does where it may not read /root
     with (STATE / "calls").open("a") as calls:
         calls.write(" ".join([command, *arguments]) + "\n")
     match command:

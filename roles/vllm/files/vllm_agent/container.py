@@ -21,7 +21,7 @@ class ContainerError(Exception):
 
 
 async def docker(*arguments: str, seconds: float = _CALL_SECONDS) -> tuple[int, str]:
-    """Run one docker command for at most `seconds`; returns its exit status and output.
+    """Run one docker command for at most `seconds`; returns its exit status and output, or its complaint.
 
     The status is 124 when it took too long and 127 when there is no docker.
     """
@@ -31,20 +31,21 @@ async def docker(*arguments: str, seconds: float = _CALL_SECONDS) -> tuple[int, 
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.PIPE,  # apart, as docker also warns where all is well
             start_new_session=True,
         )
     except OSError as error:
         return 127, f"docker cannot be run: {error.strerror}"
     try:
         async with asyncio.timeout(seconds):
-            output, _ = await process.communicate()
+            output, complaint = await process.communicate()
     except TimeoutError:
         return 124, f"docker {arguments[0]} did not end within {seconds:g} s"
     finally:
         if process.returncode is None:
             process.kill()
-    return process.returncode or 0, output.decode(errors="replace").strip()
+    status = process.returncode or 0
+    return status, (output if status == 0 else complaint or output).decode(errors="replace").strip()
 
 
 async def running_containers() -> dict[str, str]:
