@@ -54,7 +54,7 @@ def test_the_pair_forms_worker_first_head_last(pair: Pair) -> None:
 
 
 def test_the_head_waits_for_its_worker_within_a_bound(pair: Pair) -> None:
-    head, _ = pair
+    head, _worker = pair
     head.config["pair"]["peer_wait_seconds"] = 1
     head.start()
     head.wait_for("STATUS=waiting for peer: rank 1 on 127.0.0.1")

@@ -20,34 +20,34 @@ class ConfigError(Exception):
     """The configuration cannot be used. The message names the key, its value and what is allowed."""
 
 
-def _between(low: float, high: float | None = None) -> Any:
-    return field(metadata={"low": low, "high": high})
+def _between(low: float, high: float | None = None) -> dict[str, float | None]:
+    return {"low": low, "high": high}
 
 
-def _one_of(*choices: str) -> Any:
-    return field(metadata={"choices": choices})
+def _one_of(*choices: str) -> dict[str, tuple[str, ...]]:
+    return {"choices": choices}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
     """Where the engine serves; `port` on 127.0.0.1."""
 
-    port: int = _between(1, 65535)
+    port: int = field(metadata=_between(1, 65535))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
     """Where the agent answers /health, /status and /metrics; `port` on every address."""
 
-    port: int = _between(1, 65535)
+    port: int = field(metadata=_between(1, 65535))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryGate:
     """How much memory must be available before a start (GiB) and how long to wait for it (seconds)."""
 
-    budget_gib: float = _between(0)
-    wait_seconds: float = _between(0)
+    budget_gib: float = field(metadata=_between(0))
+    wait_seconds: float = field(metadata=_between(0))
     drop_page_cache: bool = field()
 
 
@@ -60,12 +60,12 @@ class Timeouts:
     gateway sees it. engine_shutdown: the engine's own --shutdown-timeout. container_stop: `docker stop -t`.
     """
 
-    start: float = _between(1)
-    verify: float = _between(1)
-    drain: float = _between(0)
-    drain_notice: float = _between(0)
-    engine_shutdown: float = _between(0)
-    container_stop: float = _between(1)
+    start: float = field(metadata=_between(1))
+    verify: float = field(metadata=_between(1))
+    drain: float = field(metadata=_between(0))
+    drain_notice: float = field(metadata=_between(0))
+    engine_shutdown: float = field(metadata=_between(0))
+    container_stop: float = field(metadata=_between(1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,29 +73,29 @@ class WatchdogConfig:
     """interval: seconds between looks at the engine. canary_timeout: seconds a one-token request may take,
     and the quiet time after which one is sent. strikes: failed canaries in a row that mean wedged."""
 
-    interval: float = _between(0.1)
-    canary_timeout: float = _between(0.1)
-    strikes: int = _between(1)
+    interval: float = field(metadata=_between(0.1))
+    canary_timeout: float = field(metadata=_between(0.1))
+    strikes: int = field(metadata=_between(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig:
     """This rank of a tensor-parallel pair. head and peer are addresses on the fabric; times in seconds."""
 
-    rank: int = _between(0, 1)
-    size: int = _between(2, 2)
+    rank: int = field(metadata=_between(0, 1))
+    size: int = field(metadata=_between(2, 2))
     head: str = field()
     peer: str = field()
-    heartbeat_port: int = _between(1, 65535)
-    peer_wait_seconds: float = _between(1)
-    heartbeat_timeout: float = _between(1, 15)
+    heartbeat_port: int = field(metadata=_between(1, 65535))
+    peer_wait_seconds: float = field(metadata=_between(1))
+    heartbeat_timeout: float = field(metadata=_between(1, 15))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One engine: `command` is the whole `docker run` in the foreground; `api` is null on a headless rank."""
 
-    mode: str = _one_of("replica", "tp")
+    mode: str = field(metadata=_one_of("replica", "tp"))
     unit: str = field()
     container: str = field()
     image: str = field()
@@ -134,7 +134,7 @@ def read_environment(path: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'environment_file "{path}" cannot be read: {error}') from error
     pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
-    return {name.strip(): value for name, _, value in pairs}
+    return {name.strip(): value for name, _equals, value in pairs}
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:

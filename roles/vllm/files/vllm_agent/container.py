@@ -132,7 +132,7 @@ class Container:
         """
         if grace is not None and self._is_attached:
             await self._stop(grace, hurry)
-        for _ in range(_KILL_TRIES):  # a container that is only being created cannot be killed yet
+        for _try in range(_KILL_TRIES):  # a container that is only being created cannot be killed yet
             if not self._is_attached:
                 break
             await docker("kill", self._name, seconds=_KILL_WAIT_SECONDS * 2)

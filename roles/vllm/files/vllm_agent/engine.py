@@ -90,7 +90,7 @@ class Engine:
         """Does anything accept connections on the engine's port?"""
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                _reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         except (OSError, TimeoutError):
             return False
         writer.close()
@@ -99,7 +99,7 @@ class Engine:
     async def healthy(self) -> bool:
         """Does /health answer 200? That proves that the server listens, not that it can generate."""
         try:
-            status, _ = await self._request("GET", "/health", _PROBE_SECONDS)
+            status, _body = await self._request("GET", "/health", _PROBE_SECONDS)
         except EngineError:
             return False
         return status == 200
