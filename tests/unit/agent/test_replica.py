@@ -78,6 +78,7 @@ def test_what_it_tells_while_serving(spark: Spark) -> None:
         "failures": 0,
         "last_start_seconds": status["last_start_seconds"],
         "agent_version": "0.1.0",
+        "settings_digest": status["settings_digest"],
     }
     metrics = dict(line.rsplit(" ", 1) for line in spark.get("/metrics")[1].splitlines() if line[0] != "#")
     assert metrics['vllm_agent_info{version="0.1.0",mode="replica",image="vllm:test"}'] == "1"

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from . import __version__
 from .config import Config, ConfigError, load, read_environment, secrets_of
+from .digest import settings_digest
 from .memory import Memory
 from .supervisor import UNUSABLE_CONFIGURATION, Supervisor
 
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None, proc: Path = Path("/proc")) -> 
     parser = argparse.ArgumentParser(prog="vllm_agent", description="Supervise one vLLM engine container.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="JSON, see config.py")
     parser.add_argument("--check", action="store_true", help="only check the configuration")
+    parser.add_argument(
+        "--digest", action="store_true", help="print the digest of the present settings, see digest.py"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     handler = logging.StreamHandler()
@@ -54,18 +58,22 @@ def main(arguments: Sequence[str] | None = None, proc: Path = Path("/proc")) -> 
         if options.check:
             return 0
         environment = read_environment(config.environment_file)
+        digest = settings_digest(options.config, Path(config.environment_file))
+        if options.digest:
+            print(digest)
+            return 0
     except ConfigError as error:
         logging.error("%s", error)
         return UNUSABLE_CONFIGURATION
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    return asyncio.run(_supervise(config, environment, Memory(proc)))
+    return asyncio.run(_supervise(config, environment, Memory(proc), digest))
 
 
-async def _supervise(config: Config, environment: dict[str, str], memory: Memory) -> int:
+async def _supervise(config: Config, environment: dict[str, str], memory: Memory, digest: str) -> int:
     state = Path(os.environ.get("STATE_DIRECTORY", "/var/lib/vllm").partition(":")[0])
     return await Supervisor(
-        config, environment.get("VLLM_API_KEY", ""), secrets_of(environment), memory, state
+        config, environment.get("VLLM_API_KEY", ""), secrets_of(environment), memory, state, digest
     ).run()
 
 

@@ -62,10 +62,11 @@ class Status:
     Every attribute is replaced as a whole, so a reader sees the old or the new value and needs no lock.
     """
 
-    def __init__(self, config: Config, memory: Memory, history: History) -> None:
+    def __init__(self, config: Config, memory: Memory, history: History, digest: str = "") -> None:
         self._config = config
         self._memory = memory
         self._history = history
+        self._digest = digest
         self.stage = Stage(Phase.WAITING_FOR_MEMORY if config.pair is None else Phase.WAITING_FOR_PEER, "")
         self.detail = ""
         self.loaded_fraction: float | None = None
@@ -155,6 +156,7 @@ class Status:
             "failures": self._history.failures,
             "last_start_seconds": self._history.last_start_seconds,
             "agent_version": __version__,
+            "settings_digest": self._digest,
         }
 
     def metrics(self) -> str:

@@ -73,13 +73,19 @@ class Supervisor:
     """Takes one engine through its life; `run` returns the exit status of the agent."""
 
     def __init__(
-        self, config: Config, api_key: str, secrets: Sequence[str], memory: Memory, state: Path
+        self,
+        config: Config,
+        api_key: str,
+        secrets: Sequence[str],
+        memory: Memory,
+        state: Path,
+        digest: str = "",
     ) -> None:
         self._config = config
         self._secrets = secrets
         self._memory = memory
         self._history = History(state / f"{config.mode}-history.json")
-        self._status = Status(config, memory, self._history)
+        self._status = Status(config, memory, self._history, digest)
         self._notifier = Notifier()
         self._container = Container(config.container, config.command, self._take_line)
         self._engine = Engine(config.api.port, config.served_model_name, api_key) if config.api else None
