@@ -73,6 +73,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def on_sigterm(_number: int, _frame: object) -> None:
+    if not control().get("deaf"):
+        os._exit(0)
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     orders = control()
@@ -84,7 +89,7 @@ def main() -> None:
         os._exit(orders["die_loading"])
     server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: None if control().get("deaf") else os._exit(0))
+    signal.signal(signal.SIGTERM, on_sigterm)
     while "exit" not in control():
         time.sleep(0.05)
     os._exit(control()["exit"])

@@ -22,8 +22,10 @@ SETTINGS = {name.removeprefix("vllm_"): value for name, value in DEFAULTS.items(
 PAIR = {"spark-a": "198.18.78.11", "spark-b": "198.18.78.12"}
 
 
-def make(host: str = "spark-a", pair: dict[str, str] = PAIR, preset: Any = QWEN, **settings: Any) -> Any:
-    return plan.engine_plan(preset, SETTINGS | settings, host, pair)
+def make(
+    host: str = "spark-a", pair: dict[str, str] | None = None, preset: Any = QWEN, **settings: Any
+) -> Any:
+    return plan.engine_plan(preset, SETTINGS | settings, host, PAIR if pair is None else pair)
 
 
 def value_of(argv: list[str], flag: str) -> str:
