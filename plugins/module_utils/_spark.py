@@ -108,7 +108,7 @@ class Spark:
     def _stale(self, mode: str, shown: t.Mapping[str, str]) -> bool | None:
         if shown.get("ActiveState") != "active":
             return None
-        running = (self.agent(mode) or {}).get("settings_digest")
+        agent = self.agent(mode)
         status, out, _err = self._module.run_command(
             [
                 "/usr/bin/python3",
@@ -120,4 +120,4 @@ class Spark:
             ],
             environ_update={"PYTHONPATH": AGENT_DIRECTORY, "PYTHONDONTWRITEBYTECODE": "1"},
         )
-        return None if status or not running else running != out.strip()
+        return None if status or agent is None else agent.get("settings_digest") != out.strip()
