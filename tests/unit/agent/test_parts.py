@@ -21,7 +21,7 @@ from vllm_agent.notify import Notifier
     [
         (0, "status 0"),
         (1, "status 1"),
-        (125, "status 125 (docker could not start the container)"),
+        (125, "status 125 (docker itself failed)"),
         (127, "status 127 (the command cannot be run in the image)"),
         (134, "status 134 (SIGABRT)"),
         (137, "status 137 (SIGKILL: out of memory, or killed by hand)"),

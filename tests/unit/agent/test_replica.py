@@ -152,6 +152,15 @@ class TestStop:
         assert spark.exit_status() == 0
         assert spark.engine_pid is None
 
+    def test_a_sigterm_to_the_whole_unit_hastens_it_too(self, spark: Spark) -> None:
+        """As `systemctl kill` sends it: the docker client, which does not pass it on, ends at once."""
+        spark.order(running=1, busy=True)
+        spark.ready_when_busy()
+        spark.terminate()
+        os.kill(spark.client_pid, signal.SIGTERM)
+        assert spark.exit_status(5) == 0
+        assert spark.engine_pid is None
+
     def test_a_loading_engine_is_killed_not_asked(self, spark: Spark) -> None:
         spark.order(load_seconds=60)
         spark.start()

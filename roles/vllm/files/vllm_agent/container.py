@@ -60,7 +60,7 @@ def describe_exit(status: int) -> str:
     if status < 0:
         return f"status {status} (the docker client was killed by {_signal_name(-status)})"
     if status == 125:
-        return "status 125 (docker could not start the container)"
+        return "status 125 (docker itself failed)"
     if status in (126, 127):
         return f"status {status} (the command cannot be run in the image)"
     if status == 128 + signal.SIGKILL:

@@ -352,6 +352,11 @@ class Supervisor:
 
     async def _await_exit(self) -> None:
         status = await self._container.wait()
+        if status == -signal.SIGTERM:
+            await asyncio.sleep(_POLL_SECONDS)  # `systemctl kill` gives it to us and to the docker client
+            if self._asked:
+                self._hurry.set()
+                return
         phase = self._status.stage.phase
         self._interrupt(Failure(f"engine exited with {describe_exit(status)} while {phase}{self._told()}"))
 
