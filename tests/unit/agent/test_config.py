@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_agent import __version__
+from vllm_agent.__main__ import main
 from vllm_agent.config import ConfigError, load, read_environment, secrets_of
 
 REPLICA: dict[str, Any] = {
@@ -120,6 +121,8 @@ def test_a_wrong_value_is_named(tmp_path: Path, path: str, value: Any, message: 
             {"heartbeat_timeout": 60},
             "pair.heartbeat_timeout is 60; allowed: a number of at least 1 and at most 15",
         ),
+        ({"head": "spark-a"}, 'pair.head is "spark-a"; allowed: an IP address'),
+        ({"peer": ""}, 'pair.peer is ""; allowed: a text that is not empty'),
         ({"rank": 0}, "api must be null on rank 1, which is headless, and set everywhere else"),
     ],
 )
@@ -137,6 +140,15 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read: No such file"):
         load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(("document", "status"), [(REPLICA, 0), (REPLICA | {"mode": "both"}, 2)])
+def test_the_configuration_can_be_checked_alone(
+    tmp_path: Path, document: dict[str, Any], status: int
+) -> None:
+    file = tmp_path / "replica.json"
+    file.write_text(json.dumps(document))
+    assert main(["--config", str(file), "--check"]) == status
 
 
 def test_the_environment_is_read_as_docker_reads_it(tmp_path: Path) -> None:

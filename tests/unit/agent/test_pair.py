@@ -132,7 +132,7 @@ def test_a_peer_that_does_not_fit_is_refused_with_both_values(change: dict[str, 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"generation": "old", "phase": "loading"}, "refused: its generation is 'old', this pair's is '"),
+        ({"generation": "old", "phase": "loading"}, "refused: its generation is 'old', needed is '"),
         ({"phase": "loading"}, "refused: its generation is None"),
         (b"hello\n", "sent b'hello\\n' instead of a JSON object"),
         (b"[1]\n", "instead of a JSON object"),

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
@@ -213,6 +214,12 @@ def _check_whole(config: Config) -> None:
         raise _wrong("command", config.command, f"a docker run with --name {config.container}")
     if (config.mode == "tp") != (config.pair is not None):
         raise ConfigError(f"pair must be set in mode tp and null in mode replica; mode is {config.mode}")
+    if config.pair is not None:
+        for key, address in (("pair.head", config.pair.head), ("pair.peer", config.pair.peer)):
+            try:
+                ip_address(address)
+            except ValueError:
+                raise _wrong(key, address, "an IP address") from None
     headless = config.pair is not None and config.pair.rank > 0
     if (config.api is None) != headless:
         raise ConfigError("api must be null on rank 1, which is headless, and set everywhere else")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -163,11 +164,9 @@ class Container:
 
     async def _exited_within(self, seconds: float) -> None:
         assert self._process is not None
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._process.wait()
-        except TimeoutError:
-            pass
 
     async def _pass_lines_on(self, output: asyncio.StreamReader) -> None:
         rest = b""

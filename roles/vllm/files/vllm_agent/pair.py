@@ -10,6 +10,7 @@ back: both agents end their engines and begin anew. Only monotonic time is used,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -148,21 +149,22 @@ class Pair:
             reader, writer = await asyncio.open_connection(self._pair.head, self._pair.heartbeat_port)
         self._talk = asyncio.create_task(self._converse(reader, writer))
 
+    def _identity(self, rank: int) -> dict[str, Any]:
+        """What a rank of this pair says of itself; only `rank` differs between the two."""
+        config = self._config
+        return {
+            "version": PROTOCOL,
+            "rank": rank,
+            "mode": config.mode,
+            "image": config.image,
+            "model": config.model,
+        }
+
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The whole connection: greet, then beat and listen until either side ends."""
         beating: asyncio.Task[None] | None = None
         try:
-            _send(
-                writer,
-                {
-                    "version": PROTOCOL,
-                    "rank": self._pair.rank,
-                    "mode": self._config.mode,
-                    "image": self._config.image,
-                    "model": self._config.model,
-                    "generation": self.generation,
-                },
-            )
+            _send(writer, self._identity(self._pair.rank) | {"generation": self.generation})
             self._check_greeting(await self._receive(reader))
             log.info("paired with %s, generation %s", self.peer, self.generation)
             beating = asyncio.create_task(self._beat(writer))
@@ -207,27 +209,15 @@ class Pair:
     def _check_greeting(self, greeting: dict[str, Any]) -> None:
         if "busy" in greeting:
             raise PairError(f"{self.peer} is {greeting['busy']}")
-        ours = {
-            "version": PROTOCOL,
-            "rank": 1 - self._pair.rank,
-            "mode": self._config.mode,
-            "image": self._config.image,
-            "model": self._config.model,
-        }
-        for key, wanted in ours.items():
-            if greeting.get(key) != wanted:
-                raise Refused(
-                    f"{self.peer} refused: its {key} is {greeting.get(key)!r}, needed is {wanted!r}"
-                )
+        for key, wanted in self._identity(1 - self._pair.rank).items():
+            if (found := greeting.get(key)) != wanted:
+                raise Refused(f"{self.peer} refused: its {key} is {found!r}, needed is {wanted!r}")
         if not self.is_head:
             self.generation = str(greeting.get("generation"))
 
     def _take_beat(self, beat: dict[str, Any]) -> None:
-        if beat.get("generation") != self.generation:
-            raise Refused(
-                f"{self.peer} refused: its generation is {beat.get('generation')!r}, "
-                f"this pair's is {self.generation!r}"
-            )
+        if (found := beat.get("generation")) != self.generation:
+            raise Refused(f"{self.peer} refused: its generation is {found!r}, needed is {self.generation!r}")
         try:
             phase = Phase(beat.get("phase"))
         except ValueError:
@@ -241,11 +231,9 @@ class Pair:
         while True:
             _send(writer, {"generation": self.generation, "phase": self._phase.value, "cause": self._cause})
             self._beat_due.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pair.heartbeat_timeout / _BEATS_PER_TIMEOUT):
                     await self._beat_due.wait()
-            except TimeoutError:
-                pass
 
 
 def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
