@@ -110,6 +110,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_stream_timeout": 3,
         "gateway_retry_after": 7,
     },
+    # The same worker, and all the patience that is usual.
+    "patient": {**COMMON, "gateway_workers": [{**SPARK_A, "max_requests": 1}]},
     # Nothing but the addresses given: the workers come from the group of Sparks.
     "default": {"ansible_host": "192.0.2.20"},
 }
@@ -179,9 +181,16 @@ def single(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway
 
 
 @pytest.fixture
+def patient(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
+    """The same, with the patience of the role's defaults."""
+    with gateway_of(configurations["patient"]).running() as gateway:
+        yield gateway
+
+
+@pytest.fixture
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """Of the gateway that the test uses."""
-    name = "single" if "single" in request.fixturenames else "gateway"
+    (name,) = {"gateway", "single", "patient"} & set(request.fixturenames) or {"gateway"}
     clients = Clients(request.getfixturevalue(name))
     yield clients
     clients.close()

@@ -332,6 +332,21 @@ class Gateway:
             yield connection.getresponse()
 
     @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[Callable[[str], Answer]]:
+        """A client that asks by GET, again and again, on one connection as long as that lasts."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=15)
+
+        def get(path: str) -> Answer:
+            started = time.monotonic()
+            connection.request("GET", path)
+            response = connection.getresponse()
+            content = response.read()
+            return Answer(response.status, _lower(response), content, time.monotonic() - started)
+
+        with contextlib.closing(connection):
+            yield get
+
+    @contextlib.contextmanager
     def leaving(self, **what: Any) -> Iterator[None]:
         """A client that asks and, at the end, leaves without its answer."""
         connection = http.client.HTTPConnection(LOOPBACK, self.port)
@@ -358,7 +373,11 @@ class Gateway:
         return missing
 
     def is_live(self, worker: str, backend: str = "workers") -> bool:
-        labels = (f'proxy="{backend}"', f'server="{worker}"', 'state="UP"')
+        return self.is_in_state("UP", worker, backend)
+
+    def is_in_state(self, state: str, worker: str, backend: str = "workers") -> bool:
+        """Whether a worker is UP, DOWN or, when it drains, NOLB."""
+        labels = (f'proxy="{backend}"', f'server="{worker}"', f'state="{state}"')
         return self.metric("haproxy_server_status", "server", *labels) == 1
 
     def waiting(self) -> float:

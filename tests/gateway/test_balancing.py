@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import json
+import socket
+import statistics
 import time
 from collections import Counter
 
-from tests.gateway.rig import Clients, Gateway, Worker, answers, until
+import pytest
+
+from tests.gateway.rig import CHAT, LOOPBACK, Clients, Gateway, Worker, answers, until
 
 
 def test_idle_workers_take_turns(gateway: Gateway) -> None:
@@ -68,12 +72,16 @@ def test_the_queue_keeps_its_order(single: Gateway, clients: Clients, spark_a: W
     assert [request.body["number"] for request in spark_a.received] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_client_that_leaves_gives_up_its_place(single: Gateway, clients: Clients, spark_a: Worker) -> None:
+@pytest.mark.parametrize("size", [10, 500_000])
+def test_a_client_that_leaves_gives_up_its_place(
+    patient: Gateway, clients: Clients, spark_a: Worker, size: int
+) -> None:
     held = clients.chats(1, hold=True)
     until(lambda: spark_a.in_flight == 1)
-    with single.leaving(note="gone"):
-        until(lambda: single.waiting() == 1)
-    until(lambda: single.waiting() == 0, 1)
+    for _ in range(3):
+        with patient.leaving(note="x" * size):
+            until(lambda: patient.waiting() == 1)
+        until(lambda: patient.waiting() == 0, 1)
     spark_a.release()
     answers(held)
     assert [request.body.get("note") for request in spark_a.received] == [None]
@@ -89,6 +97,19 @@ def test_a_client_that_leaves_ends_its_workers_work(
         answer.readline()
     assert until(lambda: spark_a.aborted + spark_b.aborted == 2) < 2
     assert spark_a.in_flight + spark_b.in_flight == 0
+
+
+def test_a_slow_sender_takes_nobodys_place(patient: Gateway, spark_a: Worker) -> None:
+    body = b'{"seconds": 0}'
+    with socket.create_connection((LOOPBACK, patient.port), timeout=5) as slow:
+        slow.sendall(
+            b"POST %s HTTP/1.0\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body[:5])
+        )
+        for _ in range(3):
+            assert patient.chat().status == 200
+        assert len(spark_a.received) == 3
+        slow.sendall(body[5:])
+        assert slow.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
 
 
 def test_the_list_of_models_does_not_wait(single: Gateway, clients: Clients, spark_a: Worker) -> None:
@@ -108,7 +129,7 @@ def test_patience_is_bounded(single: Gateway, clients: Clients, spark_a: Worker)
     until(lambda: spark_a.in_flight == 1)
     refused = single.chat()
     assert refused.status == 503
-    assert 0.9 < refused.seconds < 1.5
+    assert 0.9 < refused.seconds < 2
     assert refused.headers["retry-after"] == "7"
     assert refused.json["error"]["code"] == "service_unavailable"
     assert len(spark_a.received) == 1
@@ -131,10 +152,11 @@ def test_silence_is_bounded(single: Gateway, spark_a: Worker) -> None:
 
 def test_tokens_pass_at_once(gateway: Gateway) -> None:
     delays = []
-    with gateway.stream(chunks=20, interval=0.03) as answer:
+    with gateway.stream(chunks=20, interval=0.05) as answer:
         assert answer.headers["content-type"] == "text/event-stream"
         while line := answer.readline():
             if line.startswith(b"data: {"):
                 delays.append(time.time() - json.loads(line[6:])["sent"])
     assert len(delays) == 20
-    assert max(delays) < 0.2
+    assert statistics.median(delays) < 0.1
+    assert max(delays) < 0.5
