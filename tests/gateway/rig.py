@@ -32,7 +32,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> float:
+def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
     """Wait until the condition holds, at most so long; return how long it took, in seconds."""
     started = time.monotonic()
     while not condition():
@@ -280,7 +280,7 @@ class Gateway:
         if self.process.poll() is not None:
             raise AssertionError((self.directory / "haproxy.log").read_text())
         with contextlib.suppress(OSError):
-            return self._times_loaded() > 0 and self.get("/health").status in (200, 503)
+            return self._said("Loading success") > 0 and self.get("/health").status in (200, 503)
         return False
 
     @contextlib.contextmanager
@@ -300,12 +300,17 @@ class Gateway:
 
     def reload(self) -> None:
         """What `systemctl reload haproxy` does; returns when the new process serves."""
-        loaded = self._times_loaded()
-        self.process.send_signal(signal.SIGUSR2)
-        until(lambda: self._times_loaded() > loaded)
+        reloads, loads = self._said("Reloading HAProxy"), self._said("Loading success")
+        # A master that has only just started does not hear the signal yet.
+        for _ in range(10):
+            self.process.send_signal(signal.SIGUSR2)
+            with contextlib.suppress(AssertionError):
+                until(lambda: self._said("Reloading HAProxy") > reloads, 1)
+                break
+        until(lambda: self._said("Loading success") > loads)
 
-    def _times_loaded(self) -> int:
-        return (self.directory / "haproxy.log").read_text().count("Loading success")
+    def _said(self, text: str) -> int:
+        return (self.directory / "haproxy.log").read_text().count(text)
 
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 15, **headers: str) -> Answer:
         """Send one request on a connection of its own and read the whole answer."""
