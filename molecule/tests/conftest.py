@@ -65,6 +65,16 @@ def endpoint(pytestconfig: pytest.Config) -> Endpoint:
 
 
 @pytest.fixture
+def fetch(host: Host) -> Callable[[int, str], Answer]:
+    """Ask a port of the host from outside, as a gateway does."""
+
+    def get(port: int, path: str) -> Answer:
+        return Endpoint(host.ansible.get_variables()["ansible_host"], port).get(path)
+
+    return get
+
+
+@pytest.fixture
 def root(host: Host) -> Callable[[str], str]:
     """Run a command on the host as root and return what it printed."""
 

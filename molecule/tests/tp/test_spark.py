@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from testinfra.host import Host
 
+if TYPE_CHECKING:
+    from conftest import Answer
+
 testinfra_hosts = ["ansible://sparks"]
 
-Run = Callable[[str], str]
 Show = Callable[[str], dict[str, str]]
+Fetch = Callable[[int, str], "Answer"]
 
 
 def test_the_wish_and_the_deed(unit: Show) -> None:
@@ -28,8 +31,8 @@ def test_only_the_head_serves_an_api(host: Host) -> None:
         assert not host.socket("tcp://0.0.0.0:9401").is_listening
 
 
-def test_the_ranks_know_each_other(host: Host, root: Run) -> None:
-    status = json.loads(root("curl --silent --fail http://127.0.0.1:9402/status"))
+def test_the_ranks_know_each_other(host: Host, fetch: Fetch) -> None:
+    status = fetch(9402, "/status").body
     assert (status["mode"], status["phase"]) == ("tp", "serving")
     assert status["rank"] == (0 if host.ansible.get_variables()["inventory_hostname"] == "spark-a" else 1)
     assert status["pair"]
