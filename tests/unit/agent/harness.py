@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,12 +28,12 @@ START = (
 )
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind((address, 0))
-        port: int = sock.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A TCP port that nobody listens on, and that the kernel gives to no outgoing connection meanwhile."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def wait_until(condition: Callable[[], Any], what: Callable[[], str], seconds: float = PATIENCE) -> Any:
@@ -126,7 +127,7 @@ class Spark:
 
     def join_pair(self, rank: int, head: Spark) -> None:
         """Become rank 0 or 1 of a pair whose head is `head`."""
-        port = free_port("127.0.0.2") if rank == 0 else head.config["pair"]["heartbeat_port"]
+        port = free_port() if rank == 0 else head.config["pair"]["heartbeat_port"]
         self.config |= {
             "mode": "tp",
             "unit": "vllm-tp.service",

@@ -130,6 +130,7 @@ class TestNotifier:
     ) -> None:
         name = str(tmp_path / "notify")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.settimeout(5)
             systemd.bind("\0" + name if abstract else name)
             monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
             monkeypatch.setenv("WATCHDOG_USEC", "30000000")
