@@ -21,8 +21,7 @@ def test_idle_workers_take_turns(gateway: Gateway) -> None:
 
 def test_the_cap_holds_exactly(gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker) -> None:
     waiting = clients.chats(40, hold=True)
-    until(lambda: gateway.waiting() == 16)
-    assert (spark_a.in_flight, spark_b.in_flight) == (12, 12)
+    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (12, 12) and gateway.waiting() == 16)
     spark_a.release(40)
     spark_b.release(40)
     assert [answer.status for answer in answers(waiting)] == [200] * 40
