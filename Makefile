@@ -9,6 +9,8 @@ MAKEFLAGS += --no-print-directory
 # The locked tools come first; this checkout's ansible.cfg finds the collection by its full name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
+# Where molecule remembers which hosts it has created; one place for all scenarios, which share them.
+export MOLECULE_EPHEMERAL_DIRECTORY := $(CURDIR)/.ansible/molecule
 
 STEP := tests/step
 # Suites of plain pytest; tests/unit runs under ansible-test, molecule's own tests under molecule.
@@ -91,8 +93,9 @@ molecule: setup ## Simulated Sparks: one scenario per promise
 	@$(STEP) leftovers $(MAKE) leftovers
 	@$(STEP) molecule molecule test --all
 
-# What a killed run of molecule left behind.
+# What a killed run of molecule left behind: its hosts, and its belief that they are there.
 leftovers:
+	@rm -rf $(MOLECULE_EPHEMERAL_DIRECTORY)
 	@ansible-playbook -i molecule/inventory simulator/destroy.yml
 
 build: setup ## Build the collection into dist/

@@ -13,32 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of collections that holds nothing but the installed build."""
-    folder = tmp_path_factory.mktemp("installed")
-    galaxy = ["ansible-galaxy", "collection"]
-    subprocess.run([*galaxy, "build", "--output-path", str(folder)], cwd=ROOT, check=True, timeout=120)
-    build = next(folder.glob("*.tar.gz"))
-    install = [*galaxy, "install", "--offline", "--collections-path", str(folder / "collections"), str(build)]
-    subprocess.run(install, cwd=folder, check=True, timeout=120)
-    return folder
-
-
-def play(installed: Path, playbook: str, *arguments: str) -> dict[str, int]:
-    """Run a playbook by its full name, away from the checkout; returns how many changes each host saw."""
+def run(folder: Path, *command: str) -> str:
+    """Run a command away from the checkout and its settings, and return what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "ANSIBLE_CONFIG"}
     done = subprocess.run(
-        [
-            "ansible-playbook",
-            f"--inventory={ROOT / 'molecule/inventory'}",
-            *arguments,
-            f"twospark.serving.{playbook}",
-        ],
-        cwd=installed,
-        env={
-            **{name: value for name, value in os.environ.items() if name != "ANSIBLE_CONFIG"},
-            "ANSIBLE_COLLECTIONS_PATH": str(installed / "collections"),
-        },
+        command,
+        cwd=folder,
+        env={**environment, "ANSIBLE_COLLECTIONS_PATH": str(folder / "collections")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,9 +27,35 @@ def play(installed: Path, playbook: str, *arguments: str) -> dict[str, int]:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose collections are nothing but the installed build."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(folder, "ansible-galaxy", "collection", "build", str(ROOT), "--output-path", str(folder))
+    build = next(folder.glob("*.tar.gz"))
+    run(
+        folder,
+        "ansible-galaxy",
+        "collection",
+        "install",
+        "--offline",
+        "-p",
+        str(folder / "collections"),
+        str(build),
+    )
+    return folder
+
+
+def play(installed: Path, playbook: str, *arguments: str) -> dict[str, int]:
+    """Run a playbook by its full name; returns how many changes each host saw."""
+    inventory = f"--inventory={ROOT / 'molecule/inventory'}"
+    told = run(installed, "ansible-playbook", inventory, *arguments, f"twospark.serving.{playbook}")
+    told = re.sub(r"\x1b\[[0-9;]*m", "", told)
     return {
-        host: int(changed)
-        for host, changed in re.findall(r"^(\S+) +: .*changed=(\d+)", done.stdout, re.MULTILINE)
+        host: int(changed) for host, changed in re.findall(r"^(\S+) +: .*changed=(\d+)", told, re.MULTILINE)
     }
 
 
