@@ -190,6 +190,7 @@ class TestStop:
         assert spark.engine_pid is not None
         spark.order()
         assert spark.exit_status() == 0
+        assert "stop -t 1 vllm-replica" in spark.docker_calls  # it was asked, by us and only now
 
 
 class TestFailure:
