@@ -102,7 +102,7 @@ def taken_port() -> Iterator[int]:
             {"vllm_image": "twospark/other:1"},
             ["vllm_image_archive", "holds no image named twospark/other:1"],
         ),
-        ("site.yml", {"gateway_port": 8000, "gateway_workers": []}, ["gateway_workers"]),
+        ("site.yml", {"gateway_port": 8405}, ["gateway_port", "gateway_metrics_port", "8405"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )
