@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -27,9 +28,11 @@ CHAT = "/v1/chat/completions"
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, and that the kernel gives to no outgoing connection meanwhile."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> float:

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -35,12 +36,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port that nobody listens on, and that the kernel gives to no outgoing connection meanwhile."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 class Engine:
@@ -50,7 +51,7 @@ class Engine:
         self, model: Path, log: Path, *flags: str, address: str = "127.0.0.1", **environment: str
     ) -> None:
         self.address = address
-        self.port = free_port(address)
+        self.port = free_port()
         self.log_path = log
         command = [
             sys.executable,
