@@ -8,6 +8,7 @@ a client that it aborted stays connected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import io
 import json
@@ -167,6 +168,6 @@ class _Received(io.BytesIO):
 
 
 def _parse(answer: bytes) -> tuple[int, bytes]:
-    response = http.client.HTTPResponse(cast(socket.socket, _Received(answer)))
-    response.begin()
-    return response.status, response.read()
+    with contextlib.closing(http.client.HTTPResponse(cast(socket.socket, _Received(answer)))) as response:
+        response.begin()
+        return response.status, response.read()
