@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -36,12 +36,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+# Each suite, and each of its parallel processes, has ports of its own; none is given twice soon.
+_FIRST_PORT = 24000 + 400 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_PORTS = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + 400))
+
+
 def free_port() -> int:
-    """A port that nobody listens on, and that the kernel gives to no outgoing connection meanwhile."""
-    while True:
-        port = random.randrange(20000, 32768)
+    """A port that nobody listens on, that the kernel gives to no connection, and that no other test process takes."""
+    for port in _PORTS:
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
+    raise AssertionError("never reached: the ports go round")
 
 
 class Engine:

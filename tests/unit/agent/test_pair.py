@@ -26,8 +26,14 @@ class Peer:
         self._port = port
 
     async def __aenter__(self) -> Peer:
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
-        return self
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+                except ConnectionRefusedError:  # the head does not listen yet
+                    await asyncio.sleep(0.01)
+                else:
+                    return self
 
     async def __aexit__(self, *_: object) -> None:
         self.writer.close()
