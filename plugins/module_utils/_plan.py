@@ -45,6 +45,7 @@ OWNED_OPTIONS = {
     "init": "always on",
     "interactive": "the engine reads no input",
     "name": "one name per mode",
+    "pull": "an image is brought by the role, never at a start",
     "restart": "systemd restarts the unit; two owners of one container fight",
     "rm": "always on",
     "sig-proxy": "only the agent signals the engine",
