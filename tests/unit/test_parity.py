@@ -189,6 +189,22 @@ def test_scenario_says_what_it_promises(scenario: str) -> None:
     assert any(text and not text.startswith("SPDX-") for text in comment), "its head says nothing"
 
 
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_step_of_a_scenario_is_passed_over(scenario: str) -> None:
+    """Molecule passes over a step whose playbook or tests it does not find, and calls that a success."""
+    folder = ROOT / "molecule" / scenario
+    settings = load(folder / "molecule.yml")
+    for step in settings["scenario"]["test_sequence"]:
+        verb, _, argument = step.partition(" ")
+        if verb == "verify":
+            assert list((folder / argument).glob("test_*.py")), f"{step}: no tests there"
+        if verb == "side_effect":
+            assert (folder / argument).is_file(), f"{step}: no such playbook"
+            assert settings["ansible"]["playbooks"]["side_effect"], (
+                f"{step}: needs ansible.playbooks.side_effect"
+            )
+
+
 def test_files_carry_the_licence() -> None:
     # JSON has no comments, ansible-test wants __init__.py empty, programs write their own files.
     exempt = re.compile(r"(^LICENSE|^changelogs/changelog\.yaml|^tests/.*\.txt|\.json|/__init__\.py)$")
