@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible.module_utils.parsing.convert_bool import boolean
+
 from . import _command as command
 from . import _memory as memory
 
@@ -53,6 +55,8 @@ OWNED_OPTIONS = {
 }
 # A tag that is moved to a new image every now and then; a dated or versioned tag is taken as it is.
 MOVING_TAG = re.compile(r"(^|[-_.])(latest|nightly|main|master|dev|edge|stable)$")
+_PORT_HINT = "Give a free TCP port."
+_SECONDS_HINT = "Seconds."
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -75,6 +79,14 @@ class Problems(list[str]):
             self.append(f"{name} is {value!r}; allowed is {kind} from {low:g} to {high:g}. {hint}")
             return low
         return number
+
+    def truth(self, name: str, value: object) -> bool:
+        """Read a yes or no in any form that Ansible takes; a problem (and no) when it is none."""
+        try:
+            return boolean(value)
+        except TypeError:
+            self.append(f"{name} is {value!r}; allowed is true or false. Set it to one of them.")
+            return False
 
     def mapping(self, name: str, value: object) -> dict[str, Any]:
         """Read a mapping; a problem (and an empty one) when it is none."""
@@ -204,7 +216,7 @@ def _image(preset: Mapping[str, Any], settings: Mapping[str, Any], problems: Pro
     name, _at, digest = image.partition("@")
     tag = name.rpartition("/")[2].partition(":")[2]
     moving = not digest and (not tag or MOVING_TAG.search(tag))
-    if moving and not settings.get("image_allow_moving_tag"):
+    if moving and not problems.truth("vllm_image_allow_moving_tag", settings.get("image_allow_moving_tag")):
         problems.append(
             f"vllm_image is {image!r}, a tag that moves: the two Sparks, or today and tomorrow, would run different engines. "
             "Pin it (name@sha256:... or a dated tag), or set vllm_image_allow_moving_tag: true."
@@ -213,27 +225,17 @@ def _image(preset: Mapping[str, Any], settings: Mapping[str, Any], problems: Pro
 
 
 def _check_common(settings: Mapping[str, Any], problems: Problems) -> None:
+    """What belongs to no mode: the ports together, and the limits of restarts, which only the unit reads."""
     ports: dict[float, str] = {}
     for name in ("port", "replica_agent_port", "tp_agent_port", "tp_heartbeat_port", "tp_rendezvous_port"):
-        port = problems.number(
-            f"vllm_{name}", settings.get(name), 1, 65535, "Give a free TCP port.", whole=True
-        )
+        port = problems.number(f"vllm_{name}", settings.get(name), 1, 65535, _PORT_HINT, whole=True)
         if port in ports:
             problems.append(f"vllm_{name} and vllm_{ports[port]} are both {port:g}; give each its own port.")
         ports[port] = name
-    hint = "Seconds."
-    for name in ("drain_timeout", "shutdown_timeout", "memory_wait"):
-        problems.number(f"vllm_{name}", settings.get(name), 1, 86400, hint, whole=True)
-    for name in ("start_timeout", "restart_delay", "start_limit_interval"):
-        problems.number(f"vllm_{name}", settings.get(name), 1, 86400, hint, whole=True)
-    problems.number(
-        "vllm_start_limit_burst",
-        settings.get("start_limit_burst"),
-        1,
-        100,
-        "Failed starts before it stays failed.",
-        whole=True,
-    )
+    for name in ("restart_delay", "start_limit_interval"):
+        problems.number(f"vllm_{name}", settings.get(name), 1, 86400, _SECONDS_HINT, whole=True)
+    hint = "Failed starts before it stays failed."
+    problems.number("vllm_start_limit_burst", settings.get("start_limit_burst"), 1, 100, hint, whole=True)
 
 
 class _ModePlan:
@@ -283,6 +285,16 @@ class _ModePlan:
         """A variable of this mode: the inventory's, else the preset's, else the fallback."""
         return _first(self.settings.get(f"{self.prefix}{name}"), self.of_mode.get(name), fallback)
 
+    def seconds(self, name: str, low: int = 1, high: int = 86400) -> int:
+        """A variable that is a time. A value given on the command line is a text, so it is read as a number."""
+        hint = _SECONDS_HINT
+        return int(self.problems.number(f"vllm_{name}", self.settings.get(name), low, high, hint, whole=True))
+
+    def port(self, name: str) -> int:
+        """A variable that is a port."""
+        value = self.settings.get(name)
+        return int(self.problems.number(f"vllm_{name}", value, 1, 65535, _PORT_HINT, whole=True))
+
     def share(self) -> tuple[float, float]:
         """The engine's share of the memory, and the GiB that this is."""
         problems, settings = self.problems, self.settings
@@ -320,11 +332,11 @@ class _ModePlan:
         )
         flags: dict[str, Any] = {
             "host": self.settings.get("host"),
-            "port": self.settings.get("port"),
+            "port": self.port("port"),
             "served-model-name": [self.served_name],
             "gpu-memory-utilization": f"{share:g}",
             "max-num-seqs": int(most),
-            "shutdown-timeout": self.settings.get("shutdown_timeout"),
+            "shutdown-timeout": self.seconds("shutdown_timeout"),
         }
         if self.rank is not None:
             flags |= {
@@ -333,7 +345,7 @@ class _ModePlan:
                 "nnodes": 2,
                 "node-rank": self.rank,
                 "master-addr": self.addresses[0],
-                "master-port": self.settings.get("tp_rendezvous_port"),
+                "master-port": self.port("tp_rendezvous_port"),
             }
         if self.headless:
             flags["headless"] = True
@@ -374,12 +386,7 @@ class _ModePlan:
         """What the agent reads."""
         settings = self.settings
         container = f"vllm-{self.mode}"
-        hint = "Seconds."
-        shutdown = int(
-            self.problems.number(
-                "vllm_shutdown_timeout", settings.get("shutdown_timeout"), 1, 86400, hint, whole=True
-            )
-        )
+        shutdown = self.seconds("shutdown_timeout")
         return {
             "mode": self.mode,
             "unit": f"{container}.service",
@@ -403,24 +410,43 @@ class _ModePlan:
                 *command.engine_flags(flags),
             ],
             "environment_file": self.environment_file,
-            "api": None if self.headless else {"port": settings.get("port")},
-            "agent": {"port": settings.get(f"{self.mode}_agent_port")},
+            "api": None if self.headless else {"port": self.port("port")},
+            "agent": {"port": self.port(f"{self.mode}_agent_port")},
             "memory": {
                 "budget_gib": round(budget_gib, 2),
-                "wait_seconds": settings.get("memory_wait"),
-                "drop_page_cache": bool(settings.get("drop_page_cache")),
+                "wait_seconds": self.seconds("memory_wait"),
+                "drop_page_cache": self.problems.truth(
+                    "vllm_drop_page_cache", settings.get("drop_page_cache")
+                ),
             },
             "timeouts": {
-                "start": settings.get("start_timeout"),
-                "verify": settings.get("verify_timeout"),
-                "drain": settings.get("drain_timeout"),
-                "drain_notice": settings.get("drain_notice"),
+                "start": self.seconds("start_timeout"),
+                "verify": self.seconds("verify_timeout"),
+                "drain": self.seconds("drain_timeout"),
+                "drain_notice": self.seconds("drain_notice", low=0),
                 "engine_shutdown": shutdown,
                 # The engine ends by itself first; Docker kills it only when it did not.
                 "container_stop": shutdown + 15,
             },
-            "watchdog": self.problems.mapping("vllm_watchdog", settings.get("watchdog")),
+            "watchdog": self.watchdog(),
             "pair": None if self.rank is None else self.pair(self.rank),
+        }
+
+    def watchdog(self) -> dict[str, int]:
+        """How the agent tells a wedged engine; all three numbers must be given, as a mapping is taken whole."""
+        given = self.problems.mapping("vllm_watchdog", self.settings.get("watchdog"))
+        limits = {"interval": 3600, "canary_timeout": 86400, "strikes": 100}
+        hint = "Give all of interval, canary_timeout (seconds) and strikes."
+        for name in given:
+            if name not in limits:
+                self.problems.append(
+                    f"vllm_watchdog has {name!r}; allowed are {', '.join(limits)}. Take it out."
+                )
+        return {
+            name: int(
+                self.problems.number(f"vllm_watchdog.{name}", given.get(name), 1, high, hint, whole=True)
+            )
+            for name, high in limits.items()
         }
 
     def pair(self, rank: int) -> dict[str, Any]:
@@ -430,9 +456,9 @@ class _ModePlan:
             "size": len(self.addresses),
             "head": self.addresses[0],
             "peer": self.addresses[1 - rank],
-            "heartbeat_port": self.settings.get("tp_heartbeat_port"),
-            "heartbeat_timeout": self.settings.get("tp_heartbeat_timeout"),
-            "peer_wait_seconds": self.settings.get("tp_peer_wait"),
+            "heartbeat_port": self.port("tp_heartbeat_port"),
+            "heartbeat_timeout": self.seconds("tp_heartbeat_timeout", high=15),
+            "peer_wait_seconds": self.seconds("tp_peer_wait"),
         }
 
     def container_options(self) -> dict[str, Any]:

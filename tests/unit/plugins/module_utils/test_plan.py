@@ -16,7 +16,7 @@ ROLE = ROOT / "roles/vllm"
 PRESETS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROLE / "presets").glob("*.yml"))}
 QWEN = PRESETS["qwen3.8-flash-next-nvfp4"]
 DEFAULTS = yaml.safe_load((ROLE / "defaults/main.yml").read_text())
-SETTINGS = {name.removeprefix("vllm_"): value for name, value in DEFAULTS.items()} | {
+SETTINGS: dict[str, Any] = {name.removeprefix("vllm_"): value for name, value in DEFAULTS.items()} | {
     "config_directory": "/etc/vllm"
 }
 PAIR = {"spark-a": "198.18.78.11", "spark-b": "198.18.78.12"}
@@ -153,6 +153,10 @@ def test_speculation_can_be_turned_off(tokens: object, there: bool) -> None:
         ({"environment": {"A-B": 1}}, ["vllm_environment", "A-B"]),
         ({"environment": {"A": "1\n2"}}, ["vllm_environment", "line break"]),
         ({"environment": {"VLLM_API_KEY": "k"}}, ["vllm_api_key"]),
+        ({"drop_page_cache": "maybe"}, ["vllm_drop_page_cache", "'maybe'", "true or false"]),
+        ({"tp_heartbeat_timeout": 60}, ["vllm_tp_heartbeat_timeout", "1 to 15"]),
+        ({"watchdog": {"interval": 15}}, ["vllm_watchdog.strikes", "None"]),
+        ({"watchdog": {**DEFAULTS["vllm_watchdog"], "strike": 1}}, ["vllm_watchdog", "'strike'"]),
         ({"image": "a/b:latest"}, ["vllm_image", "a/b:latest", "vllm_image_allow_moving_tag"]),
         ({"image": "a/b"}, ["vllm_image", "moves"]),
         ({"image": "host:5000/a/b"}, ["vllm_image", "moves"]),
@@ -166,6 +170,17 @@ def test_bad_input_names_variable_value_and_what_is_allowed(
     assert problems, "accepted"
     assert any(all(word in problem for word in words) for problem in problems), problems
     assert len(problems) == len(set(problems)), "said twice"
+
+
+def test_values_from_the_command_line_are_texts_and_count_all_the_same() -> None:
+    texts = {
+        name: str(SETTINGS[name]) for name in ("port", "drain_timeout", "shutdown_timeout", "start_timeout")
+    }
+    texts |= {"drop_page_cache": "false", "max_requests": "7", "gpu_memory_utilization": "0.7"}
+    config = make(**texts)["replica"]["config"]
+    meant: dict[str, Any] = {"drop_page_cache": False, "max_requests": 7, "gpu_memory_utilization": 0.7}
+    assert config == make(**meant)["replica"]["config"]
+    assert config["memory"]["drop_page_cache"] is False
 
 
 def test_everything_that_is_wrong_is_told_at_once() -> None:
