@@ -83,7 +83,7 @@ class Problems(list[str]):
     def truth(self, name: str, value: object) -> bool:
         """Read a yes or no in any form that Ansible takes; a problem (and no) when it is none."""
         try:
-            return boolean(value)
+            return bool(boolean(value))
         except TypeError:
             self.append(f"{name} is {value!r}; allowed is true or false. Set it to one of them.")
             return False

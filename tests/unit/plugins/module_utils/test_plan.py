@@ -173,7 +173,7 @@ def test_bad_input_names_variable_value_and_what_is_allowed(
 
 
 def test_values_from_the_command_line_are_texts_and_count_all_the_same() -> None:
-    texts = {
+    texts: dict[str, Any] = {
         name: str(SETTINGS[name]) for name in ("port", "drain_timeout", "shutdown_timeout", "start_timeout")
     }
     texts |= {"drop_page_cache": "false", "max_requests": "7", "gpu_memory_utilization": "0.7"}
