@@ -94,12 +94,14 @@ def engine_arguments(docker_command: Sequence[str], image: str) -> list[str]:
 
 
 def help_command(docker_command: Sequence[str], image: str) -> list[str]:
-    """The command that asks the image's engine for its flags: the same container, so that it finds the same GPU, but
-    without name, secrets and mounts, and with no network."""
+    """The command that asks the image's engine for its flags: the same container, so that it finds the same GPU and
+    what is mounted read-only for it, but without name, secrets and model, with nothing it may write, and no network."""
+    left_out = ("--name", "--env-file", "--mount", "--network", "--ipc")
+    options = docker_command[: list(docker_command).index(image)]
     keep = [
         word
-        for word in docker_command[: list(docker_command).index(image)]
-        if not word.startswith(("--name", "--env-file", "--volume", "--mount", "--network", "--ipc"))
+        for word in options
+        if not word.startswith(left_out) and (not word.startswith("--volume") or word.endswith(":ro"))
     ]
     return [*keep, "--network=none", image, "vllm", "serve", "--help=all"]
 
