@@ -110,8 +110,7 @@ COMMAND += [
 def test_asking_the_engine_needs_no_name_or_secret_and_writes_nothing() -> None:
     assert preflight.help_command(COMMAND, "img") == [
         *("docker", "run", "--rm", "--entrypoint=", "--gpus=all", "--volume=/opt/x:/opt/x:ro"),
-        "--network=none",
-        *("img", "vllm", "serve", "--help=all"),
+        *("--network=none", "img", "vllm", "serve", "--help=all"),
     ]
     assert preflight.engine_arguments(COMMAND, "img") == ["vllm", "serve", "/m", "--x"]
 
