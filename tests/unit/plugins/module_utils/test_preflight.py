@@ -98,6 +98,7 @@ COMMAND += [
     "--network=host",
     "--ipc=host",
     "--volume=/a:/a",
+    "--volume=/opt/x:/opt/x:ro",
     "--mount=type=bind",
     "img",
     "vllm",
