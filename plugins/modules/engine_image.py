@@ -22,20 +22,8 @@ options:
       - A file on the host, written by C(docker save), that holds the image.
       - Without it the image is pulled when it is missing.
     type: path
-attributes:
-  check_mode:
-    description: Can run in C(check_mode) and return changed status prediction without modifying target.
-    support: full
-  diff_mode:
-    description: Returns the differences between the state before and the wish.
-    support: full
-  idempotent:
-    description: When run twice in a row outside check mode, with the same arguments, the second run has nothing to change.
-    support: full
-  platform:
-    description: Target OS families that can be operated against.
-    support: full
-    platforms: posix
+extends_documentation_fragment:
+  - twospark.serving.attributes
 author:
   - The twospark.serving founders (@twospark)
 """

@@ -12,20 +12,11 @@ description:
   - Reads the systemd units of both modes and what the running agent says of its engine.
   - Changes nothing.
 options: {}
+extends_documentation_fragment:
+  - twospark.serving.attributes
 attributes:
-  check_mode:
-    description: Can run in C(check_mode) and return changed status prediction without modifying target.
-    support: full
   diff_mode:
-    description: Returns the differences between the state before and the wish.
     support: none
-  idempotent:
-    description: When run twice in a row outside check mode, with the same arguments, the second run has nothing to change.
-    support: full
-  platform:
-    description: Target OS families that can be operated against.
-    support: full
-    platforms: posix
 seealso:
   - module: twospark.serving.serving_mode
 author:

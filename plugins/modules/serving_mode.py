@@ -41,20 +41,8 @@ options:
       - Nothing is restarted that runs with the present settings.
     type: bool
     default: false
-attributes:
-  check_mode:
-    description: Can run in C(check_mode) and return changed status prediction without modifying target.
-    support: full
-  diff_mode:
-    description: Returns the differences between the state before and the wish.
-    support: full
-  idempotent:
-    description: When run twice in a row outside check mode, with the same arguments, the second run has nothing to change.
-    support: full
-  platform:
-    description: Target OS families that can be operated against.
-    support: full
-    platforms: posix
+extends_documentation_fragment:
+  - twospark.serving.attributes
 seealso:
   - module: twospark.serving.serving_info
   - module: twospark.serving.serving_preflight

@@ -24,21 +24,13 @@ options:
       - Exactly one of O(mode) and O(configs) must be given.
     type: list
     elements: dict
+extends_documentation_fragment:
+  - twospark.serving.attributes
 attributes:
   check_mode:
-    description: Can run in C(check_mode) and return changed status prediction without modifying target.
-    support: full
     details: An image that is not there yet is no failure in check mode, since the run itself would bring it.
   diff_mode:
-    description: Returns the differences between the state before and the wish.
     support: none
-  idempotent:
-    description: When run twice in a row outside check mode, with the same arguments, the second run has nothing to change.
-    support: full
-  platform:
-    description: Target OS families that can be operated against.
-    support: full
-    platforms: posix
 author:
   - The twospark.serving founders (@twospark)
 """

@@ -28,21 +28,10 @@ options:
     default: false
 extends_documentation_fragment:
   - ansible.builtin.files
+  - twospark.serving.attributes
 attributes:
-  check_mode:
-    description: Can run in C(check_mode) and return changed status prediction without modifying target.
-    support: full
   diff_mode:
-    description: Returns the differences between the state before and the wish.
-    support: full
     details: Use C(diff=false) and C(no_log=true) on the task where a file holds a secret.
-  idempotent:
-    description: When run twice in a row outside check mode, with the same arguments, the second run has nothing to change.
-    support: full
-  platform:
-    description: Target OS families that can be operated against.
-    support: full
-    platforms: posix
 seealso:
   - module: ansible.builtin.copy
 author:
