@@ -225,17 +225,14 @@ def _image(preset: Mapping[str, Any], settings: Mapping[str, Any], problems: Pro
 
 
 def _check_common(settings: Mapping[str, Any], problems: Problems) -> None:
-    """What belongs to no mode: the ports together, and the limits of restarts, which only the unit reads."""
+    """What belongs to no mode: the ports together, and what only the unit reads."""
     ports: dict[float, str] = {}
     for name in ("port", "replica_agent_port", "tp_agent_port", "tp_heartbeat_port", "tp_rendezvous_port"):
         port = problems.number(f"vllm_{name}", settings.get(name), 1, 65535, _PORT_HINT, whole=True)
         if port in ports:
             problems.append(f"vllm_{name} and vllm_{ports[port]} are both {port:g}; give each its own port.")
         ports[port] = name
-    for name in ("restart_delay", "start_limit_interval"):
-        problems.number(f"vllm_{name}", settings.get(name), 1, 86400, _SECONDS_HINT, whole=True)
-    hint = "Failed starts before it stays failed."
-    problems.number("vllm_start_limit_burst", settings.get("start_limit_burst"), 1, 100, hint, whole=True)
+    problems.number("vllm_restart_delay", settings.get("restart_delay"), 1, 86400, _SECONDS_HINT, whole=True)
 
 
 class _ModePlan:
@@ -428,9 +425,17 @@ class _ModePlan:
                 # The engine ends by itself first; Docker kills it only when it did not.
                 "container_stop": shutdown + 15,
             },
+            "start_limit": self.start_limit(),
             "watchdog": self.watchdog(),
             "pair": None if self.rank is None else self.pair(self.rank),
         }
+
+    def start_limit(self) -> dict[str, int]:
+        """When the agent gives up; systemd has the same two numbers for what it sees."""
+        hint = "Failed starts before it stays failed."
+        value = self.settings.get("start_limit_burst")
+        burst = self.problems.number("vllm_start_limit_burst", value, 1, 100, hint, whole=True)
+        return {"burst": int(burst), "served_seconds": self.seconds("start_limit_interval")}
 
     def watchdog(self) -> dict[str, int]:
         """How the agent tells a wedged engine; all three numbers must be given, as a mapping is taken whole."""

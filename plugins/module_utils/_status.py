@@ -7,7 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLUMNS = ("host", "wanted", "unit", "phase", "since", "running", "waiting", "tokens/s", "KV")
+COLUMNS = (
+    *("host", "wanted", "unit", "phase", "since", "last start", "starts", "failures"),
+    *("running", "waiting", "tokens/s", "KV"),
+)
 
 
 def status_report(
@@ -53,7 +56,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _row(host: str, info: Mapping[str, Any]) -> list[str]:
     if "wanted" not in info:
-        return [host, "?", "?", "not reached", "", "", "", "", ""]
+        return [host, "?", "?", "not reached", *[""] * (len(COLUMNS) - 4)]
     mode = _shown_mode(info)
     unit = info["units"].get(mode, {})
     agent = info.get("agent") or {}
@@ -63,14 +66,32 @@ def _row(host: str, info: Mapping[str, Any]) -> list[str]:
         host,
         info["wanted"],
         f"{mode} {unit.get('active', '')}" if mode else "none active",
-        str(agent.get("phase") or unit.get("status") or "-").replace("-", " "),
+        _phase(unit, agent),
         # "Mon 2026-11-30 08:00:00 UTC": day and zone say nothing that is needed here.
         " ".join(unit.get("since", "").split()[1:3]),
+        "-" if agent.get("last_start_seconds") is None else f"{agent['last_start_seconds']:.0f} s",
+        str(agent.get("starts", "-")),
+        str(agent.get("failures", "-")),
         str(requests.get("running", "-")),
         str(requests.get("waiting", "-")),
         "-" if speed is None else f"{speed:.0f}",
         "-" if cache is None else f"{cache:.0%}",
     ]
+
+
+def _why(unit: Mapping[str, Any]) -> str:
+    """The agent's last words, which systemd keeps; else systemd's own."""
+    told = str(unit["status"] or "").removeprefix("failed: ")
+    return told or str(unit["result"])
+
+
+def _phase(unit: Mapping[str, Any], agent: Mapping[str, Any]) -> str:
+    """The phase, and on the way to serving also how far it is; the cause of a failure has a line of its own."""
+    phase = str(agent.get("phase") or "").replace("-", " ")
+    told = str(unit.get("status") or "")
+    if phase in ("serving", "failed") or (phase and not told.startswith(phase)):
+        return phase
+    return (told.partition(":")[0] if unit.get("active") in ("inactive", "failed") else told) or "-"
 
 
 def _shown_mode(info: Mapping[str, Any]) -> str:
@@ -98,7 +119,7 @@ def _spark_problems(host: str, info: Mapping[str, Any]) -> list[str]:
         return problems
     if unit["active"] == "failed":
         problems.append(
-            f"{host}: vllm-{wanted} has failed ({unit['result']}): journalctl -u vllm-{wanted} -e on that host, then run the switch again"
+            f"{host}: vllm-{wanted} has failed ({_why(unit)}): journalctl -u vllm-{wanted} -e on that host, then run the switch again"
         )
     elif unit["active"] != "active":
         problems.append(
@@ -108,6 +129,11 @@ def _spark_problems(host: str, info: Mapping[str, Any]) -> list[str]:
         phase = (info.get("agent") or {}).get("phase", "silent")
         problems.append(
             f"{host}: vllm-{wanted} is active, but its agent is {phase}: journalctl -u vllm-{wanted} -e on that host"
+        )
+    elif strikes := info["agent"].get("strikes"):
+        problems.append(
+            f"{host}: the engine shows no progress and did not answer {strikes} times; it gets no more requests, and is "
+            f"restarted unless it moves again: journalctl -u vllm-{wanted} -e on that host"
         )
     if unit["stale"]:
         problems.append(

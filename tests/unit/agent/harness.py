@@ -108,6 +108,7 @@ class Spark:
                 "engine_shutdown": 0.5,
                 "container_stop": 1,
             },
+            "start_limit": {"burst": 3, "served_seconds": 60},
             "watchdog": {"interval": 0.2, "canary_timeout": 0.5, "strikes": 3},
             "pair": None,
         }

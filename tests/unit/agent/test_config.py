@@ -35,6 +35,7 @@ REPLICA: dict[str, Any] = {
         "engine_shutdown": 30,
         "container_stop": 45,
     },
+    "start_limit": {"burst": 3, "served_seconds": 1800},
     "watchdog": {"interval": 15, "canary_timeout": 300, "strikes": 3},
     "pair": None,
 }

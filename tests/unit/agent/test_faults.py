@@ -25,6 +25,7 @@ from vllm_agent.config import (
     Config,
     MemoryGate,
     PairConfig,
+    StartLimit,
     Timeouts,
     WatchdogConfig,
 )
@@ -287,6 +288,7 @@ def configuration(rank: int | None, model: Path) -> Config:
         agent=Agent(port=1),
         memory=MemoryGate(budget_gib=50, wait_seconds=100, drop_page_cache=False),
         timeouts=LIMITS,
+        start_limit=StartLimit(burst=10**6, served_seconds=1800),
         watchdog=WatchdogConfig(interval=15, canary_timeout=30, strikes=3),
         pair=pair,
     )

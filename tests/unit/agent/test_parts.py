@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,10 @@ class TestHistory:
         history.count_start()
         history.remember_start("a", 412.04)
         history.count_start()
-        history.count_failure()
+        history.count_failure("engine exited")
         again = History(file)
         assert (again.starts, again.failures, again.last_start_seconds) == (2, 1, 412.0)
+        assert again.last_failure == "engine exited"
         assert again.expected_seconds("a") == 412.0
         assert again.expected_seconds("b") is None
 
@@ -114,6 +116,52 @@ class TestHistory:
         history.count_start()
         assert history.starts == 1
         assert "cannot be written" in caplog.text
+
+
+class TestAttempts:
+    """Failures in a row, over several lives of the agent."""
+
+    MOST = 2
+
+    @pytest.fixture
+    def begin(self, tmp_path: Path) -> Callable[..., History]:
+        def begin(boot: str = "first") -> History:
+            return History(tmp_path / "h.json", boot)
+
+        return begin
+
+    def test_so_many_and_no_more(self, begin: Callable[..., History]) -> None:
+        for last in (False, True):
+            history = begin()
+            assert history.begin_attempt(self.MOST)
+            assert history.is_last_attempt(self.MOST) == last
+        assert not begin().begin_attempt(self.MOST)
+
+    def test_a_person_who_starts_it_again_gets_all_of_them(self, begin: Callable[..., History]) -> None:
+        for _ in range(self.MOST):
+            begin().begin_attempt(self.MOST)
+        begin().give_up()
+        history = begin()
+        assert history.begin_attempt(self.MOST)
+        assert not history.is_last_attempt(self.MOST)
+
+    def test_a_life_that_was_forgiven_does_not_count(self, begin: Callable[..., History]) -> None:
+        for _ in range(self.MOST * 2):
+            history = begin()
+            assert history.begin_attempt(self.MOST)
+            history.forgive()
+
+    def test_those_of_another_boot_do_not_count(self, begin: Callable[..., History]) -> None:
+        for boot in range(self.MOST * 2):
+            assert begin(str(boot)).begin_attempt(self.MOST)
+
+    def test_a_file_from_before_they_were_counted(self, tmp_path: Path) -> None:
+        (tmp_path / "h.json").write_text(
+            '{"starts": 3, "failures": 1, "last_start_seconds": 4, "start_seconds": {}}'
+        )
+        history = History(tmp_path / "h.json", "first")
+        assert history.starts == 3
+        assert history.begin_attempt(self.MOST)
 
 
 class TestNotifier:

@@ -76,6 +76,8 @@ def test_what_it_tells_while_serving(spark: Spark) -> None:
         "kv_cache_usage": 0.25,
         "starts": 1,
         "failures": 0,
+        "last_failure": "",
+        "strikes": 0,
         "last_start_seconds": status["last_start_seconds"],
         "agent_version": "0.1.0",
         "settings_digest": status["settings_digest"],
@@ -322,6 +324,56 @@ class TestFailure:
         assert "\nvllm_agent_failures_total 1\n" in metrics
 
 
+class TestStartLimit:
+    """Also where a load takes longer than the time over which systemd counts starts."""
+
+    def test_after_so_many_failures_in_a_row_it_stays_down(self, spark: Spark) -> None:
+        spark.order(die_loading=1)
+        statuses = []
+        for _ in range(3):
+            spark.start()
+            statuses.append(spark.exit_status())
+        assert statuses == [1, 1, 3]
+        assert "stays down, as 3 starts in a row failed without serving for 60 s" in spark.messages[-1]
+        assert (
+            "systemctl reset-failed vllm-replica.service; systemctl start vllm-replica" in spark.messages[-1]
+        )
+        assert "The cause: engine exited with status 1" in spark.messages[-1]
+        spark.start()  # as only a person does now
+        assert spark.exit_status() == 1
+
+    def test_an_agent_that_is_killed_counts_too(self, spark: Spark) -> None:
+        spark.order(load_seconds=60)
+        for _ in range(3):
+            spark.start()
+            spark.wait_for_phase("loading")
+            assert spark.process is not None
+            spark.process.kill()
+            spark.exit_status()
+        starts = len(spark.started_containers)
+        spark.start()
+        assert spark.exit_status() == 3
+        assert len(spark.started_containers) == starts
+        assert "killed before it could tell why" in spark.messages[-1]
+
+    def test_a_copy_that_has_served_for_long_begins_anew(self, spark: Spark) -> None:
+        spark.config["start_limit"] = {"burst": 2, "served_seconds": 0}
+        for _ in range(3):
+            spark.messages.clear()
+            spark.order()
+            spark.ready()
+            wait_until(lambda: spark.history["attempts"]["count"] == 0, lambda: str(spark.history))
+            spark.order(exit=0)
+            assert spark.exit_status() == 1
+
+    def test_a_stop_is_no_failure(self, spark: Spark) -> None:
+        for _ in range(4):
+            spark.messages.clear()
+            spark.ready()
+            spark.terminate()
+            assert spark.exit_status() == 0
+
+
 class TestConfiguration:
     def test_a_wrong_one_has_its_own_exit_status(self, spark: Spark) -> None:
         spark.config["timeouts"]["drain"] = "long"
@@ -346,6 +398,17 @@ class TestWatchdog:
         assert "WATCHDOG=1" not in spark.messages[spark.messages.index("WATCHDOG=trigger") :]
         assert spark.engine_pid is None
         assert spark.history["failures"] == 1
+
+    def test_a_suspect_gets_nothing_new(self, spark: Spark) -> None:
+        """After the first strike the gateway must not send it more; when it moves again, it is as before."""
+        spark.config["watchdog"]["strikes"] = 100
+        spark.ready()
+        spark.order(stuck=True, running=1)
+        wait_until(lambda: spark.get("/health")[0] == 404, lambda: str(spark.get("/health")))
+        assert spark.get("/health")[1].startswith("suspect: no progress, strike ")
+        assert spark.phase() == "serving"
+        spark.order(busy=True, running=1)
+        wait_until(lambda: spark.get("/health") == (200, "serving\n"), lambda: str(spark.get("/health")))
 
     def test_a_wedged_idle_engine_is_found_too(self, spark: Spark) -> None:
         spark.ready()

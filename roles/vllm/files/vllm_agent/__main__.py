@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Command line of the agent.
 
-Exit status: 0 stopped because it was asked to; 1 failed, worth a restart; 2 the configuration cannot be used,
-so that a restart cannot help (the unit has RestartPreventExitStatus=2).
+Exit status: 0 stopped because it was asked to; 1 failed, worth a restart; 2 the configuration cannot be used, so
+that a restart cannot help; 3 failed so often in a row that it stays down. systemd does not restart after 2 and 3.
 """
 
 from __future__ import annotations

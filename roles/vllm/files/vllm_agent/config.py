@@ -80,6 +80,18 @@ class WatchdogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartLimit:
+    """When to stay down: after `burst` failures in a row, none of them after serving for `served_seconds`.
+
+    systemd's own limit counts starts within a time, and a model that loads for ten minutes and then fails never
+    reaches it.
+    """
+
+    burst: int = field(metadata=_between(1))
+    served_seconds: float = field(metadata=_between(0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairConfig:
     """This rank of a tensor-parallel pair. head and peer are addresses on the fabric; times in seconds."""
 
@@ -108,6 +120,7 @@ class Config:
     agent: Agent = field()
     memory: MemoryGate = field()
     timeouts: Timeouts = field()
+    start_limit: StartLimit = field()
     watchdog: WatchdogConfig = field()
     pair: PairConfig | None = field()
 

@@ -17,11 +17,19 @@ class History:
     """Counts starts and failures and remembers how long the engine took to become ready, per image.
 
     The file is `<state folder>/<mode>-history.json`:
-    {"starts": 3, "failures": 1, "last_start_seconds": 412.0, "start_seconds": {"<image>": 412.0}}
+    {"starts": 3, "failures": 1, "last_failure": "engine exited ...", "last_start_seconds": 412.0,
+     "start_seconds": {"<image>": 412.0}, "attempts": {"boot": "<boot id>", "count": 1, "given_up": false}}
+    An attempt is a life of the agent that has neither served for long nor been asked to stop. It is counted when
+    it begins, since an agent that is killed cannot count; those of an earlier boot do not count, since then the
+    power may have failed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, boot: str = "") -> None:
         self._path = path
+        self._boot = boot
+        self._attempts = 0
+        self._given_up = False
+        self.last_failure = ""
         self.starts = 0
         self.failures = 0
         self.last_start_seconds: float | None = None
@@ -42,9 +50,35 @@ class History:
         self.starts += 1
         self._write()
 
-    def count_failure(self) -> None:
+    def count_failure(self, cause: str) -> None:
         """The engine or the agent ended in a way that nobody asked for."""
         self.failures += 1
+        self.last_failure = cause
+        self._write()
+
+    def begin_attempt(self, most: int) -> bool:
+        """Count this life; False when `most` in a row have failed already, and so it must not begin."""
+        if self._given_up:  # what comes after giving up was started by a person
+            self._attempts, self._given_up = 0, False
+        if self._attempts >= most:
+            return False
+        self._attempts += 1
+        self._write()
+        return True
+
+    def is_last_attempt(self, most: int) -> bool:
+        """Was this life, should it fail, the last of `most` in a row?"""
+        return self._attempts >= most
+
+    def forgive(self) -> None:
+        """It has served for long, or was asked to stop: the next failure is the first in a row."""
+        if self._attempts:
+            self._attempts = 0
+            self._write()
+
+    def give_up(self) -> None:
+        """It stays down until a person starts it."""
+        self._given_up = True
         self._write()
 
     def remember_start(self, image: str, seconds: float) -> None:
@@ -63,13 +97,19 @@ class History:
         self.starts, self.failures = int(document["starts"]), int(document["failures"])
         self.last_start_seconds = None if last is None else float(last)
         self._start_seconds = durations
+        self.last_failure = str(document.get("last_failure", ""))
+        attempts = document.get("attempts", {})
+        if attempts.get("boot") == self._boot:
+            self._attempts, self._given_up = int(attempts["count"]), bool(attempts["given_up"])
 
     def _write(self) -> None:
         document = {
             "starts": self.starts,
             "failures": self.failures,
+            "last_failure": self.last_failure,
             "last_start_seconds": self.last_start_seconds,
             "start_seconds": self._start_seconds,
+            "attempts": {"boot": self._boot, "count": self._attempts, "given_up": self._given_up},
         }
         temporary = self._path.with_suffix(".new")
         try:

@@ -29,6 +29,13 @@ class Memory:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
 
+    def boot_id(self) -> str:
+        """Another text after each boot; empty where the kernel does not tell."""
+        try:
+            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return ""
+
     def available_gib(self) -> float:
         """MemAvailable in GiB; it counts page cache that can be given up."""
         for line in (self._proc / "meminfo").read_text().splitlines():

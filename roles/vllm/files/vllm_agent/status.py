@@ -73,6 +73,7 @@ class Status:
         self.counters: Counters | None = None
         self._counted = 0.0
         self.tokens_per_second: float | None = None
+        self.strikes = 0  # failed canaries in a row
         self.canaries = 0
         self.canary_failures = 0
         self.describe_pair: Callable[[], dict[str, Any] | None] = lambda: None
@@ -99,7 +100,8 @@ class Status:
             return f"{stage.phase}: {stage.cause}"
         if stage.phase is Phase.SERVING and self.counters is not None:
             speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.0f} tokens/s"
-            return f"serving: {self.counters.running} running, {self.counters.waiting} waiting{speed}"
+            doubt = f"strike {self.strikes} of {self._config.watchdog.strikes}, " if self.strikes else ""
+            return f"serving: {doubt}{self.counters.running} running, {self.counters.waiting} waiting{speed}"
         parts = [self.detail] if self.detail else []
         if stage.phase is Phase.LOADING and self.loaded_fraction is not None:
             parts.append(f"weights {self.loaded_fraction:.0%}")
@@ -110,8 +112,14 @@ class Status:
         return f"{stage.phase}: {', '.join(parts)}"
 
     def health(self) -> tuple[int, str]:
-        """HTTP status and text for the gateway: 200 serving, 404 draining, 503 anything else."""
+        """HTTP status and text for the gateway: 200 serving, 404 nothing new please, 503 anything else.
+
+        404 while draining, and while the engine is suspected to be wedged: what it has may yet be answered, but
+        further requests would only wait in it.
+        """
         stage = self.stage
+        if stage.phase is Phase.SERVING and self.strikes:
+            return 404, f"suspect: no progress, strike {self.strikes} of {self._config.watchdog.strikes}"
         code = {Phase.SERVING: 200, Phase.DRAINING: 404}.get(stage.phase, 503)
         return code, f"failed: {stage.cause}" if stage.phase is Phase.FAILED else str(stage.phase)
 
@@ -152,8 +160,10 @@ class Status:
             "requests": {"running": counters.running, "waiting": counters.waiting} if counters else None,
             "tokens_per_second": self.tokens_per_second,
             "kv_cache_usage": counters.kv_cache_usage if counters else None,
+            "strikes": self.strikes,
             "starts": self._history.starts,
             "failures": self._history.failures,
+            "last_failure": self._history.last_failure,
             "last_start_seconds": self._history.last_start_seconds,
             "agent_version": __version__,
             "settings_digest": self._digest,
@@ -186,6 +196,7 @@ class Status:
                 "Time from container start to ready of the last good start.",
                 {"": self._history.last_start_seconds},
             ),
+            ("strikes", "gauge", "Failed canaries in a row, without progress.", {"": self.strikes}),
             ("canaries_total", "counter", "One-token requests sent by the watchdog.", {"": self.canaries}),
             ("canary_failures_total", "counter", "Those of them that failed.", {"": self.canary_failures}),
             (

@@ -31,6 +31,7 @@ from .watchdog import Watchdog
 STOPPED_AS_ASKED = 0
 FAILED = 1
 UNUSABLE_CONFIGURATION = 2
+GIVEN_UP = 3
 
 _POLL_SECONDS = 0.25
 _PULSE_SECONDS = 5.0
@@ -84,7 +85,7 @@ class Supervisor:
         self._config = config
         self._secrets = secrets
         self._memory = memory
-        self._history = History(state / f"{config.mode}-history.json")
+        self._history = History(state / f"{config.mode}-history.json", memory.boot_id())
         self._status = Status(config, memory, self._history, digest)
         self._notifier = Notifier()
         self._container = Container(config.container, config.command, self._take_line)
@@ -124,8 +125,13 @@ class Supervisor:
             log.exception("the agent has a fault")
             failure = Failure(f"the agent has a fault: {error!r}")
         await self._end(failure, graceful and failure is None)
+        if failure is None or self._asked:
+            self._history.forgive()
         if self._asked and (failure is None or isinstance(failure, PeerGone)):
             return STOPPED_AS_ASKED
+        if self._history.is_last_attempt(self._config.start_limit.burst):
+            self._give_up()
+            return GIVEN_UP
         return FAILED
 
     # The story
@@ -136,6 +142,7 @@ class Supervisor:
         await self._check_docker()
         if self._pair is not None:
             await self._meet_peer(self._pair)
+        self._count_attempt()
         await self._wait_for_memory()
         if self._pair is not None and self._pair.is_head:
             await self._wait_for_worker(self._pair)
@@ -150,6 +157,7 @@ class Supervisor:
         self._enter(Phase.SERVING)
         self._ready = True
         self._notifier.send("READY=1", self._status_line())
+        self._keep(self._forgive_in_time())
         if self._watchdog is not None:
             await self._watch(self._watchdog)
         else:
@@ -183,6 +191,15 @@ class Supervisor:
             await pair.form(report)
         except PairError as error:
             raise Failure(str(error)) from error
+
+    def _count_attempt(self) -> None:
+        """Not before the peer is met: waiting for it costs nothing, and may take for as long as it is away."""
+        if not self._history.begin_attempt(self._config.start_limit.burst):
+            raise Failure(self._history.last_failure or "killed before it could tell why")
+
+    async def _forgive_in_time(self) -> None:
+        await asyncio.sleep(self._config.start_limit.served_seconds)
+        self._history.forgive()
 
     async def _wait_for_memory(self) -> None:
         gate = self._config.memory
@@ -306,6 +323,18 @@ class Supervisor:
         for task in tuple(self._background):
             task.cancel()
 
+    def _give_up(self) -> None:
+        """Nobody will start this unit again but a person, so tell what to do."""
+        self._history.give_up()
+        limit, unit = self._config.start_limit, self._config.unit
+        self._enter(
+            Phase.FAILED,
+            f"stays down, as {limit.burst} starts in a row failed without serving for {limit.served_seconds:g} s; "
+            f"mend the cause, then: systemctl reset-failed {unit}; systemctl start {unit}. "
+            f"The cause: {self._status.stage.cause}",
+        )
+        self._notifier.send(self._status_line())
+
     # What interrupts it
 
     async def _until(self, interrupt: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
@@ -389,7 +418,7 @@ class Supervisor:
         log.log(level, "%s%s", phase, cause and f": {cause}")
 
     def _fail(self, cause: str) -> None:
-        self._history.count_failure()
+        self._history.count_failure(cause)
         if self._last_lines:
             log.error("the engine's last lines were:\n%s", "\n".join(self._last_lines))
         self._enter(Phase.FAILED, cause)

@@ -42,6 +42,7 @@ class Watchdog:
         try:
             while True:
                 verdict = watch.look(now(), await self.scrape())
+                self._status.strikes = watch.strikes
                 if canary is not None and verdict is Verdict.BUSY:
                     canary.cancel()  # it has its answer
                     canary = None
@@ -69,7 +70,9 @@ class Watchdog:
     def _judge(self, complaint: str, watch: Watch, now: float) -> None:
         if not complaint:
             watch.canary_passed(now)
+            self._status.strikes = 0
             return
         self._status.canary_failures += 1
         watch.canary_failed()
+        self._status.strikes = watch.strikes
         log.warning("strike %d of %d: no progress, and %s", watch.strikes, watch.strikes_allowed, complaint)

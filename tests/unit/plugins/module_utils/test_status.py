@@ -36,12 +36,17 @@ def spark(wanted: str = "replica", phase: str | None = "serving", **units: dict[
             "requests": {"running": 3, "waiting": 0},
             "tokens_per_second": 92.4,
             "kv_cache_usage": 0.125,
+            "last_start_seconds": 412.4,
+            "starts": 3,
+            "failures": 1,
+            "strikes": 0,
         },
     }
 
 
 GOOD = spark(replica=unit("active"))
 TP = spark("tp", tp=unit("active"))
+STRUCK = {**GOOD, "agent": {**GOOD["agent"], "strikes": 2}}
 UP = {"status": 200}
 
 
@@ -58,6 +63,12 @@ UP = {"status": 200}
         ({"a": {"unreachable": True, "msg": "no route"}, "b": GOOD}, UP, "a was not reached: no route"),
         ({"a": GOOD, "b": {}}, UP, "b was not reached"),
         ({"a": spark(replica=unit("failed", result="exit-code"))}, UP, "has failed (exit-code)"),
+        (
+            {"a": spark(phase=None, replica=unit("failed", status="failed: engine exited"))},
+            UP,
+            "has failed (engine exited)",
+        ),
+        ({"a": STRUCK}, UP, "did not answer 2 times"),
         ({"a": spark(replica=unit("activating", status="loading 40 %"))}, UP, "loading 40 %"),
         ({"a": spark(replica=unit("inactive"))}, UP, "does not serve yet"),
         ({"a": spark(replica=unit("active"), tp=unit("activating"))}, UP, "runs tp, which is not wanted"),
@@ -80,7 +91,25 @@ def test_problems(sparks: dict[str, Any], gateway: dict[str, int], words: str) -
 def test_the_table() -> None:
     report = status.status_report({"spark-a": GOOD, "b": {"unreachable": True}}, {})
     assert report["table"] == [
-        "host     wanted   unit            phase        since                running  waiting  tokens/s  KV",
-        "spark-a  replica  replica active  serving      2026-11-30 08:00:00  3        0        92        12%",
+        "host     wanted   unit            phase        since                last start  starts  failures  running  waiting"
+        "  tokens/s  KV",
+        "spark-a  replica  replica active  serving      2026-11-30 08:00:00  412 s       3       1         3        0"
+        "        92        12%",
         "b        ?        ?               not reached",
     ]
+
+
+@pytest.mark.parametrize(
+    ("shown", "cell"),
+    [
+        (spark(phase="loading", replica=unit("activating", status="loading: 120 s of usually 412 s")),
+         "loading: 120 s of usually 412 s"),
+        (spark(phase="loading", replica=unit("activating", status="")), "loading"),
+        (spark(phase=None, replica=unit("activating", status="waiting for memory: 3 GiB")), "waiting for memory: 3 GiB"),
+        (spark(phase=None, replica=unit("failed", status="failed: engine exited")), "failed"),
+        (spark(phase=None, replica=unit()), "-"),
+    ],
+)  # fmt: skip
+def test_the_phase_tells_how_far_a_start_is(shown: dict[str, Any], cell: str) -> None:
+    header, line = status.status_report({"a": shown}, {})["table"]
+    assert line[header.index("phase") : header.index("since")].strip() == cell
