@@ -15,6 +15,7 @@ _LONGEST_LINE = 2**16
 _CALL_SECONDS = 15.0
 _KILL_TRIES = 4
 _KILL_WAIT_SECONDS = 3.0
+_REMOVE_PAUSE_SECONDS = 1.0
 
 
 class ContainerError(Exception):
@@ -138,13 +139,26 @@ class Container:
                 break
             await docker("kill", self._name, seconds=_KILL_WAIT_SECONDS * 2)
             await self._exited_within(_KILL_WAIT_SECONDS)
-        if self._process is not None and self._is_attached:
-            self._process.kill()
-        await self.remove()
+        if self._process is not None:
+            if self._is_attached:
+                self._process.kill()
+            await self._remove_in_time()
+        else:
+            await self.remove()
 
-    async def remove(self) -> None:
-        """Remove any container of this name, running or not."""
-        await docker("rm", "--force", self._name)
+    async def remove(self) -> bool:
+        """Remove any container of this name, running or not; is none left?"""
+        status, output = await docker("rm", "--force", self._name)
+        return status == 0 or "no such container" in output.lower()
+
+    async def _remove_in_time(self) -> None:
+        """Try again while docker fails, as long as one call that hangs would take: it may be restarting."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CALL_SECONDS):
+                while True:
+                    if await self.remove():
+                        return
+                    await asyncio.sleep(_REMOVE_PAUSE_SECONDS)
 
     @property
     def _is_attached(self) -> bool:
