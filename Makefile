@@ -29,7 +29,7 @@ lock: setup ## Resolve requirements-dev.in anew into requirements-dev.txt
 	mv requirements-dev.new requirements-dev.txt
 
 clean: ## Remove what builds and tests left in the checkout (the cache stays)
-	rm -rf .ansible .mypy_cache .pytest_cache .ruff_cache .venv dist tests/output
+	rm -rf .ansible .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv dist tests/output
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 ##@ Demonstration
