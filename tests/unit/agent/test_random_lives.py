@@ -206,6 +206,12 @@ class TestTheseSequencesReachWhatTheyShould:
         assert killed.exit_status is None
         assert after.phases == START + STOP
 
+    def test_also_when_docker_only_answers_once_the_agent_has_begun(self) -> None:
+        """So that neither ExecStopPost nor ExecStartPre has removed it."""
+        steps = [Step(100, "docker fails", 60.12), Step(0, "agent killed"), Step(500, "stop")]
+        _, after = live("replica", steps).unit.lives
+        assert after.phases == START + STOP
+
     def test_an_engine_that_dies_in_its_drain_is_a_failure(self) -> None:
         steps = [Step(100, "busy", 200), Step(1, "stop"), Step(10, "engine exits 137")]
         (life,) = live("replica", steps).unit.lives
