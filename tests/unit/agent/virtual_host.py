@@ -806,6 +806,8 @@ class Life:
         if self.asked_at is not None:
             check(host.now - self.asked_at <= STOP_SECONDS, "the stop took too long")
             check(status != GIVEN_UP, "gave up although it was asked to stop")
+        if status == 0 and self.phases[-1:] == [Phase.FAILED]:
+            check(bool(self.blame & PEER_ENDS), "ended well after a failure that is not the other rank's")
         gave_up_at_once = status == GIVEN_UP and self.container is None
         if status != 0 and not gave_up_at_once:
             check(
