@@ -190,8 +190,14 @@ class Host:
 
     @property
     def docker_was_off(self) -> bool:
-        """For so long that neither the agent nor systemd need have removed a container."""
-        return sum(self.suffered[fault] for fault in OFF_DOCKER) > PASSING_SECONDS
+        """For so long that neither the agent nor systemd need have removed a container.
+
+        After an agent that was killed, systemd alone asks docker for it, and only once.
+        """
+        lives = self.unit.lives
+        was_killed = lives != [] and lives[-1].is_over and lives[-1].exit_status is None
+        off = sum(self.suffered[fault] for fault in OFF_DOCKER)
+        return off > (0 if was_killed else PASSING_SECONDS)
 
     def ended(self, ill: str) -> float:
         """When this fault was last at work."""
