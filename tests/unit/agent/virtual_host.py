@@ -682,6 +682,8 @@ class PeerConnection:
             self._beat()
 
     def _take(self, message: dict[str, Any]) -> None:
+        if "busy" in message:
+            return
         if "phase" not in message:
             self._generation = self._generation or message["generation"]
             self.greeted = True
