@@ -96,12 +96,14 @@ class Worker:
 
     What a request's JSON body says is what happens: ``hold`` waits for `release`, ``seconds`` waits so long, ``status``
     answers with it, ``close`` ends the connection without an answer, ``chunks`` streams so many events ``interval``
-    seconds apart, ``die_after`` breaks the connection after so many of them.
+    seconds apart, ``die_after`` breaks the connection after so many of them. A worker that `fails` answers all with 500
+    at once.
     """
 
     def __init__(self, name: str, port: int, health_port: int) -> None:
         self.name, self.port, self.health_port = name, port, health_port
         self.health = 200
+        self.fails = False
         self.received: list[Received] = []
         self.in_flight = self.most_in_flight = self.aborted = 0
         self._lock = threading.Lock()
@@ -194,6 +196,9 @@ class Worker:
                     leave()
 
             def act(self, body: dict[str, Any], leave: Callable[[], None]) -> None:
+                if worker.fails:
+                    leave()
+                    return self.answer(500, b"{}")
                 self.wait(body)
                 if body.get("close"):
                     self.close_connection = True

@@ -139,6 +139,25 @@ def test_what_was_delivered_is_never_sent_again(
         assert answer.json["path"] == "/v1/chat/completions"
 
 
+def test_a_worker_that_fails_fast_draws_nobody(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
+    """It has the fewest requests; its agent knows as soon as it is asked."""
+    spark_a.fails, spark_a.health = True, 503
+    done = answers(clients.chats(40, seconds=0.1))
+    assert 1 <= sum(answer.status == 500 for answer in done) <= 12  # those that were under way with the first
+    assert {answer.status for answer in answers(clients.chats(40, seconds=0.1))} == {200}
+
+
+def test_a_worker_that_fails_and_is_healthy_comes_back_at_once(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker
+) -> None:
+    """It may have been that one request's fault."""
+    spark_b.stop_api()
+    assert gateway.chat(status=500).status == 500
+    until(lambda: gateway.chat().status == 200, 1)
+
+
 def test_a_stream_cut_short_ends_visibly(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
     with gateway.stream(chunks=10, die_after=3) as answer, pytest.raises(http.client.IncompleteRead) as error:
         answer.read()

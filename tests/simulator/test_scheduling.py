@@ -52,6 +52,21 @@ async def test_more_than_the_slots_wait(start: StartEngine) -> None:
     assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 5
 
 
+async def test_reading_a_long_prompt_shows_in_the_kv_cache_alone(start: StartEngine) -> None:
+    """As in vLLM, whose steps without an output leave the counters as they are."""
+    engine = await start(STANDIN_SPEED="1").ready()
+    call = asyncio.ensure_future(engine.complete(1, prompt="abcd" * 30_000))
+    await engine.running(1)
+    usage, counted = [], []
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        usage.append(await engine.metric(f"vllm:kv_cache_usage_perc{{{LABELS}}}"))
+        counted.append(await engine.metric(f"vllm:iteration_tokens_total_count{{{LABELS}}}"))
+    call.cancel()
+    assert usage == sorted(set(usage))
+    assert len(set(counted)) == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
@@ -81,8 +82,13 @@ class Request:
 
     @property
     def kv_tokens(self) -> int:
-        """What it holds in the KV cache."""
+        """What it holds in the KV cache once its prompt is read."""
         return self.prompt_tokens + self.generated
+
+    @property
+    def kv_tokens_now(self) -> int:
+        """What it holds so far; it grows while the prompt is read, and no counter does."""
+        return max(0, self.kv_tokens - math.ceil(self.prefill_left))
 
     async def progress(self, seen: int) -> int:
         """Wait for more than `seen` tokens, or the end; returns how many there are. Raises what ended it badly."""
@@ -151,7 +157,7 @@ class Scheduler:
     @property
     def kv_usage(self) -> float:
         """Share of the KV cache in use, 0 to 1."""
-        return sum(r.kv_tokens for r in self.running) / max(1, self._config.kv_tokens)
+        return sum(r.kv_tokens_now for r in self.running) / max(1, self._config.kv_tokens)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the sequences of one call. Raises QueueFullError, or EngineDeadError."""

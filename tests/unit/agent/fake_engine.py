@@ -6,6 +6,7 @@ It obeys a JSON file named after --control, read anew for each answer:
  running: requests in flight                       stuck: hold completions and counters, /health stays 200
  busy: iterations grow although completions hang   exit: end with this status
  refuse: HTTP status for completions               deaf: ignore SIGTERM
+ health: HTTP status of /health once it is ready   mute: hold /health
 Before it is ready it ignores SIGTERM.
 """
 
@@ -50,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/health":
-            return self.answer(200, "")
+            while control().get("mute"):
+                time.sleep(0.05)
+            return self.answer(control().get("health", 200), "")
         orders = control()
         iterations = tokens + (int((time.monotonic() - started) * 100) if orders.get("busy") else 0)
         self.answer(

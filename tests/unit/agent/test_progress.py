@@ -39,6 +39,14 @@ def test_verdicts(looks: list[tuple[float, int] | None], verdicts: list[Verdict]
     assert not watch.wedged
 
 
+def test_a_long_prompt_shows_in_the_kv_cache_alone() -> None:
+    """While it is read in chunks no counter moves, and a canary would wait behind it."""
+    watch = Watch(strikes_allowed=3, quiet_seconds=30)
+    usages = [0.1, 0.2, 0.3, 0.3, 0.0]
+    seen = [watch.look(at, Counters(1, 0, 5, 0, 0, usage)) for at, usage in enumerate(usages)]
+    assert seen == [IDLE, BUSY, BUSY, SUSPECT, BUSY]
+
+
 def test_three_failed_canaries_in_a_row_mean_wedged() -> None:
     watch = Watch(strikes_allowed=3, quiet_seconds=30)
     watch.look(0, counters(5, 1))

@@ -76,6 +76,7 @@ def test_what_it_tells_while_serving(spark: Spark) -> None:
         "kv_cache_usage": 0.25,
         "starts": 1,
         "failures": 0,
+        "attempts": 1,
         "last_failure": "",
         "strikes": 0,
         "last_start_seconds": status["last_start_seconds"],
@@ -94,6 +95,25 @@ def test_what_it_tells_while_serving(spark: Spark) -> None:
     assert {"vllm_agent_canaries_total", "vllm_agent_canary_failures_total"} <= metrics.keys()
     assert "vllm_agent_heartbeat_age_seconds" not in metrics
     assert spark.get("/nothing")[0] == 404
+
+
+class TestHealth:
+    """The gateway's check goes through to what the engine says of itself, but never waits for it."""
+
+    def test_an_engine_that_is_dead_while_its_container_still_ends(self, spark: Spark) -> None:
+        spark.ready()
+        spark.order(health=503)
+        assert spark.get("/health") == (503, "the engine's own health is 503\n")
+        assert spark.phase() == "serving"  # the container's end is what ends this life
+        spark.order()
+        assert spark.get("/health") == (200, "serving\n")
+
+    def test_an_engine_too_busy_to_answer(self, spark: Spark) -> None:
+        spark.ready()
+        spark.order(mute=True)
+        began = time.monotonic()
+        assert spark.get("/health") == (200, "serving\n")
+        assert time.monotonic() - began < 2  # what the gateway waits for a check
 
 
 class TestStop:

@@ -50,8 +50,12 @@ class Counters:
 
     @property
     def work(self) -> float:
-        """Grows whenever the engine gets anything done, also in the middle of a chunked prefill."""
+        """Grows whenever a request gets a token. Not while long prompts are read and nothing else runs."""
         return self.prompt_tokens + self.generation_tokens + self.iterations
+
+    def progressed_since(self, before: Counters) -> bool:
+        """Has the engine got anything done? Reading a prompt in chunks shows in the KV cache alone (vLLM 0.32, 0.33)."""
+        return self.work > before.work or self.kv_cache_usage != before.kv_cache_usage
 
 
 def parse_metrics(text: str) -> Counters:

@@ -27,7 +27,7 @@ class History:
     def __init__(self, path: Path, boot: str = "") -> None:
         self._path = path
         self._boot = boot
-        self._attempts = 0
+        self.attempts = 0
         self._given_up = False
         self.last_failure = ""
         self.starts = 0
@@ -59,21 +59,21 @@ class History:
     def begin_attempt(self, most: int) -> bool:
         """Count this life; False when `most` in a row have failed already, and so it must not begin."""
         if self._given_up:  # what comes after giving up was started by a person
-            self._attempts, self._given_up = 0, False
-        if self._attempts >= most:
+            self.attempts, self._given_up = 0, False
+        if self.attempts >= most:
             return False
-        self._attempts += 1
+        self.attempts += 1
         self._write()
         return True
 
     def is_last_attempt(self, most: int) -> bool:
         """Was this life, should it fail, the last of `most` in a row?"""
-        return self._attempts >= most
+        return self.attempts >= most
 
     def forgive(self) -> None:
         """It has served for long, or was asked to stop: the next failure is the first in a row."""
-        if self._attempts:
-            self._attempts = 0
+        if self.attempts:
+            self.attempts = 0
             self._write()
 
     def give_up(self) -> None:
@@ -100,7 +100,7 @@ class History:
         self.last_failure = str(document.get("last_failure", ""))
         attempts = document.get("attempts", {})
         if attempts.get("boot") == self._boot:
-            self._attempts, self._given_up = int(attempts["count"]), bool(attempts["given_up"])
+            self.attempts, self._given_up = int(attempts["count"]), bool(attempts["given_up"])
 
     def _write(self) -> None:
         document = {
@@ -109,7 +109,7 @@ class History:
             "last_failure": self.last_failure,
             "last_start_seconds": self.last_start_seconds,
             "start_seconds": self._start_seconds,
-            "attempts": {"boot": self._boot, "count": self._attempts, "given_up": self._given_up},
+            "attempts": {"boot": self._boot, "count": self.attempts, "given_up": self._given_up},
         }
         temporary = self._path.with_suffix(".new")
         try:

@@ -31,7 +31,7 @@ class Watch:
     strikes_allowed: int
     quiet_seconds: float
     strikes: int = 0
-    _work: float | None = None
+    _before: Counters | None = None
     _last_progress: float = 0.0
 
     @property
@@ -43,11 +43,11 @@ class Watch:
         """Judge the counters read at `now`; None means that they could not be read, which is not idleness."""
         if counters is None:
             return Verdict.SUSPECT
-        before, self._work = self._work, counters.work
-        if before is None or counters.work < before:  # first look, or the counters began anew
+        before, self._before = self._before, counters
+        if before is None or counters.work < before.work:  # first look, or the counters began anew
             self._last_progress = now
             return Verdict.IDLE
-        if counters.work > before:
+        if counters.progressed_since(before):
             self._last_progress = now
             self.strikes = 0
             return Verdict.BUSY

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import time
@@ -20,6 +21,8 @@ from .config import Config
 from .engine import Counters
 from .history import History
 from .memory import Memory
+
+_ENGINE_SECONDS = 0.5  # less than a gateway waits for its check
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +126,15 @@ class Status:
         code = {Phase.SERVING: 200, Phase.DRAINING: 404}.get(stage.phase, 503)
         return code, f"failed: {stage.cause}" if stage.phase is Phase.FAILED else str(stage.phase)
 
+    def health_now(self) -> tuple[int, str]:
+        """As `health`, after a look at the engine: one that says itself that it is dead does not serve.
+
+        For the second that its container takes to end, it would answer every request with an error.
+        """
+        code, text = self.health()
+        words = _objection(self._config.api.port) if code == 200 and self._config.api else ""
+        return (503, words) if words else (code, text)
+
     def progress(self) -> float | None:
         """How far the start is (0 to 1): by the weights loaded as the engine tells, else by the last start."""
         stage = self.stage
@@ -162,6 +174,7 @@ class Status:
             "kv_cache_usage": counters.kv_cache_usage if counters else None,
             "strikes": self.strikes,
             "starts": self._history.starts,
+            "attempts": self._history.attempts,
             "failures": self._history.failures,
             "last_failure": self._history.last_failure,
             "last_start_seconds": self._history.last_start_seconds,
@@ -227,6 +240,21 @@ class Status:
         return "\n".join(lines) + "\n"
 
 
+def _objection(port: int) -> str:
+    """What the engine itself says against its health; empty also when it says nothing, as a busy one may."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ENGINE_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+    except ConnectionRefusedError:
+        return f"the engine does not listen on port {port}"
+    except (OSError, http.client.HTTPException):
+        return ""
+    finally:
+        connection.close()
+    return "" if status == 200 else f"the engine's own health is {status}"
+
+
 class StatusServer(ThreadingHTTPServer):
     """Serves /health, /status and /metrics on every address; raises OSError when the port is taken."""
 
@@ -259,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "text/plain; charset=utf-8"
         match self.path.partition("?")[0]:
             case "/health":
-                code, text = status.health()
+                code, text = status.health_now()
                 text += "\n"
             case "/status":
                 code, text, kind = 200, json.dumps(status.document()) + "\n", "application/json"
