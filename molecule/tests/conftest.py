@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import testinfra
 from testinfra.host import Host
 from testinfra.utils.ansible_runner import AnsibleRunner
+
+from spark import Spark
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,42 @@ def endpoint(pytestconfig: pytest.Config) -> Endpoint:
     """The endpoint of the scenario's inventory."""
     runner = AnsibleRunner(pytestconfig.getoption("ansible_inventory"))
     return Endpoint(runner.get_variables("gateway")["ansible_host"])
+
+
+@pytest.fixture(scope="session")
+def sparks(pytestconfig: pytest.Config) -> Callable[[str], list[Spark]]:
+    """The Sparks of the scenario's inventory as they are in a mode, in the inventory's order."""
+    inventory = pytestconfig.getoption("ansible_inventory")
+    runner = AnsibleRunner(inventory)
+
+    def in_mode(mode: str) -> list[Spark]:
+        found = []
+        for name in runner.get_hosts("sparks"):
+            variables = runner.get_variables(name)
+            host = testinfra.get_host(f"ansible://{name}", ansible_inventory=inventory)
+            container = f"{variables['simulator_project']}-{name}"
+            found.append(Spark(name, host, variables["ansible_host"], container, mode))
+        return found
+
+    return in_mode
+
+
+_FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Keep a measured figure, to be printed after the tests."""
+    figures = request.config.stash.setdefault(_FIGURES, [])
+    return lambda text: figures.append(f"{request.node.name}: {text}")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what was measured."""
+    if figures := config.stash.get(_FIGURES, []):
+        terminalreporter.section("figures")
+        for line in figures:
+            terminalreporter.line(line)
 
 
 @pytest.fixture

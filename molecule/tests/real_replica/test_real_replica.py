@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Two copies of real vLLM: the habits that the stand-in imitates, met with the agent in charge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from load import DECEITS, HUNG, WHOLE, Load
+from spark import Spark, until
+
+if TYPE_CHECKING:
+    from conftest import Endpoint
+
+Figure = Callable[[str], None]
+
+# Two real engines load on the processors that also serve: minutes, where one alone takes half of one.
+LOADS_WITHIN = 300
+STOPS_WITHIN = 20
+CAP = 12
+
+
+@pytest.fixture(scope="module")
+def copies(sparks: Callable[[str], list[Spark]]) -> list[Spark]:
+    return sparks("replica")
+
+
+def clients(endpoint: Endpoint, number: int) -> Load:
+    """Its tokens are random words, so they are counted."""
+    return Load(endpoint.url, number, tokens=(200, 800), patience=120, model="tiny-random", numbered=False)
+
+
+def test_it_is_real(endpoint: Endpoint) -> None:
+    answer = endpoint.complete(model="tiny-random")
+    assert answer.status == 200
+    assert "standin" not in answer.body["system_fingerprint"]
+
+
+def test_rolling_restart(endpoint: Endpoint, copies: list[Spark], figure: Figure) -> None:
+    with clients(endpoint, 8) as load:
+        time.sleep(5)
+        for copy in copies:
+            began = time.monotonic()
+            copy.run(f"systemctl restart {copy.unit}")
+            figure(f"{copy} restarted in {time.monotonic() - began:.1f} s")
+        time.sleep(2)
+    figure(str(load))
+    assert load.failed == 0, load.replies
+    assert len(load.replies) > 16
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("engine core", "pkill -9 EngineCor"),
+        ("API server", "pkill -9 -o -x vllm"),
+        ("container", "docker kill vllm-replica"),
+    ],
+)
+def test_killed(endpoint: Endpoint, copies: list[Spark], figure: Figure, name: str, command: str) -> None:
+    victim, other = copies
+    usual = victim.processes()
+    engine, healthy = victim.engine(), other.engine()
+    with clients(endpoint, 8) as load:
+        time.sleep(5)
+        killed = time.monotonic()
+        victim.run(command)
+        until(lambda: victim.engine() not in ("", engine), 60, "a new engine is started")
+        victim.wait_until_serving(LOADS_WITHIN)
+        back = time.monotonic() - killed
+    figure(f"back after {back:.1f} s; {load}")
+    assert not any(load.kinds[kind] for kind in (*DECEITS, HUNG)), load.replies
+    assert load.failed <= CAP, load.replies
+    assert all(reply.worker in (victim.name, "") for reply in load.replies if reply.kind != WHOLE)
+    assert victim.processes() == usual, "an orphan is left"
+    assert other.engine() == healthy
+    victim.run(f"systemctl restart {victim.unit}")  # asked for, so its failures do not add up
+
+
+@pytest.mark.parametrize("seconds", [2, 10, 17])
+def test_stopped_while_it_starts(copies: list[Spark], figure: Figure, seconds: int) -> None:
+    """It is mostly deaf to SIGTERM then; measured: 8 of 9 times, for minutes."""
+    copy = copies[0]
+    copy.run(f"systemctl stop {copy.unit}; systemctl start --no-block {copy.unit}")
+    until(lambda: copy.status().get("phase") == "loading", 30, "it loads")
+    time.sleep(seconds)
+    assert copy.status().get("phase") == "loading"
+    began = time.monotonic()
+    copy.run(f"systemctl stop {copy.unit}")
+    figure(f"stopped in {time.monotonic() - began:.1f} s")
+    assert time.monotonic() - began < STOPS_WITHIN
+    assert copy.show("Result") == "success"
+    assert (copy.engine(), copy.processes()) == ("", [])
+    if seconds == 17:
+        copy.run(f"systemctl start {copy.unit}")
