@@ -46,7 +46,8 @@ def project_files() -> Iterator[Path]:
         )
         paths = [ROOT / name for name in names if name]
     else:
-        paths = [path for path in ROOT.rglob("*") if "__pycache__" not in path.parts]
+        made = {"__pycache__", ".hypothesis"}
+        paths = [path for path in ROOT.rglob("*") if made.isdisjoint(path.parts)]
         paths = [path for path in paths if not path.is_relative_to(ROOT / "tests/output")]
     yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
