@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from load import CUT, DECEITS, HUNG, TOLD, WHOLE, Load
+from playbook import play
 from spark import Spark, until
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 Figure = Callable[[str], None]
 
 # As molecule/faults/vars.yml has them, in seconds.
-RESTART_DELAY = 5
+RESTART_DELAY = 3
+LOAD = 3
 CANARY_TIMEOUT = 3
 INTERVAL = 1
 STRIKES = 3
-LOAD = 5  # and as the preset `simulation` has it
 CAP = 12  # requests that a copy has at once
 SLACK = 20  # a test machine may be busy
 BACK = RESTART_DELAY + LOAD + SLACK
@@ -200,6 +201,9 @@ class TestDies:
         assert history["starts"] - starts == 3
         assert (victim.engine(), victim.processes()) == ("", [])
         assert other.serves
+        status, shown = play("status.yml")
+        assert status != 0
+        assert f"{victim}: vllm-replica has failed (stays down, as 3 starts in a row failed" in shown
         victim.fault()
         victim.run(f"systemctl reset-failed {victim.unit}; systemctl start {victim.unit}")  # as its words say
 

@@ -21,8 +21,8 @@ Figure = Callable[[str], None]
 
 HEAD, WORKER = 0, 1
 DOWN_WITHIN = 15  # seconds, from the loss of one rank to the end of the other's engine
-RESTART_DELAY = 5  # as molecule/faults/vars.yml has it
-LOAD = 5  # as the preset `simulation` has it
+RESTART_DELAY = 3  # as molecule/faults/vars.yml has them
+LOAD = 3
 SLACK = 30  # a test machine may be busy, and a lost host boots
 BACK = DOWN_WITHIN + RESTART_DELAY + LOAD + SLACK
 # How systemd marks these messages in the journal, on every version: systemd-journal-catalog(5).

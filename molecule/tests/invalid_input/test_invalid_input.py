@@ -4,39 +4,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import testinfra
 
-ROOT = Path(__file__).resolve().parents[3]
-INVENTORY = ROOT / "molecule/inventory"
+from playbook import INVENTORY, play
+
 SPARKS = ("spark-a", "spark-b")
 ELSEWHERE = {"all": {"children": {"sparks": {"hosts": {"spark-b": {"ansible_host": "198.18.87.99"}}}}}}
 ALONE = {"vllm_tp_hosts": ["spark-a"]}
 TAKEN = 8123
-
-
-def play(playbook: str, *arguments: str) -> tuple[int, str]:
-    """Run a playbook; returns its exit status and what it printed, white space folded."""
-    command = ["ansible-playbook", f"--inventory={INVENTORY}", *arguments, str(ROOT / "playbooks" / playbook)]
-    environment = {
-        "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-        "ANSIBLE_SSH_TIMEOUT": "5",
-        "ANSIBLE_SSH_RETRIES": "0",
-    }
-    done = subprocess.run(
-        ["env", *(f"{name}={value}" for name, value in environment.items()), *command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, " ".join(done.stdout.split())
 
 
 def running() -> dict[str, str]:

@@ -37,7 +37,7 @@ def test_the_unit_as_systemd_read_it(unit: Show, mode: str, other: str) -> None:
     shown = unit(mode)
     # Conflicts alone gives no order between the stop of one and the start of the other.
     assert f"vllm-{other}.service" in shown["Conflicts"].split()
-    assert f"vllm-{other}.service" in shown["After"].split()
+    assert f"vllm-{other}.service" in shown["After" if mode == "tp" else "Before"].split()
     assert "docker.service" in shown["Requires"].split()
     assert "docker.service" in shown["After"].split()
     assert (shown["Type"], shown["NotifyAccess"], shown["KillMode"]) == ("notify", "main", "mixed")
