@@ -63,6 +63,11 @@ LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
 NUMBERS = {
     "port": (1, 65535, "The TCP port for clients, like 8080."),
     "metrics_port": (1, 65535, "The TCP port for monitors, like 8405."),
+    "hold_seconds": (
+        0,
+        3600,
+        "Seconds that a request may wait for a worker to become live; 0 refuses it at once.",
+    ),
     "queue_timeout": (1, 86400, "Seconds that a request may wait for a free worker."),
     "stream_timeout": (1, 604800, "Seconds of silence after which a request is given up."),
     "reload_grace": (1, 604800, "Seconds that requests may last on after a reload."),

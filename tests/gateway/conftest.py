@@ -100,12 +100,20 @@ COMMON = {
 }
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     # Two copies and the pair's head.
-    "pair": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_api_key": "sk-the-workers-key"},
+    "pair": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B, HEAD],
+        "gateway_api_key": "sk-the-workers-key",
+        "gateway_hold_seconds": 0,
+    },
+    # The same, and requests are held for a while when none of them lives.
+    "holding": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_hold_seconds": 4},
     # One worker that takes one request at a time, no key, and little patience.
     "single": {
         **COMMON,
         "gateway_workers": [{**SPARK_A, "max_requests": 1}],
         "gateway_connect_timeout": 1,
+        "gateway_hold_seconds": 0,
         "gateway_queue_timeout": 1,
         "gateway_stream_timeout": 3,
         "gateway_retry_after": 7,
@@ -134,6 +142,8 @@ def configurations(ansible: Ansible) -> dict[str, Path]:
         CONFIGURATIONS,
         SPARKS,
         __gateway_keys="{{ directory }}/{{ inventory_hostname }}/keys.map",
+        __gateway_hold_map="{{ directory }}/{{ inventory_hostname }}/hold.map",
+        __gateway_hold_program=str(ROOT / "roles/gateway/files/hold.lua"),
         __gateway_socket="{{ directory }}/{{ inventory_hostname }}/admin.sock",
         __gateway_vllm=str(ROOT / "roles/vllm"),
     )
@@ -174,6 +184,15 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 
 @pytest.fixture
+def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """In front of two copies that load, and with a wait for that."""
+    spark_a.health = spark_b.health = 503
+    with gateway_of(configurations["holding"]).running() as gateway:
+        until(lambda: gateway.get("/health").status == 503)
+        yield gateway
+
+
+@pytest.fixture
 def single(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
     """In front of one live worker that takes one request at a time; impatient."""
     with gateway_of(configurations["single"]).running() as gateway:
@@ -190,7 +209,7 @@ def patient(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gatewa
 @pytest.fixture
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """Of the gateway that the test uses."""
-    (name,) = {"gateway", "single", "patient"} & set(request.fixturenames) or {"gateway"}
+    (name,) = {"gateway", "holding", "single", "patient"} & set(request.fixturenames) or {"gateway"}
     clients = Clients(request.getfixturevalue(name))
     yield clients
     clients.close()

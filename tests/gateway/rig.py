@@ -398,6 +398,18 @@ class Gateway:
         labels = (f'proxy="{backend}"', f'server="{worker}"', f'state="{state}"')
         return self.metric("haproxy_server_status", "server", *labels) == 1
 
+    def held(self, name: str = "held_requests") -> float:
+        """One figure of the hold, without its prefix."""
+        lines = self.metrics("/metrics/hold").body.decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"gateway_{name} "))
+
+    def command(self, text: str) -> str:
+        """Say something to HAProxy's socket, as an operator does."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.directory / "admin.sock"))
+            connection.sendall(text.encode() + b"\n")
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
     def waiting(self) -> float:
         return self.metric("haproxy_backend_current_queue", "backend", 'proxy="workers"')
 

@@ -165,6 +165,7 @@ def test_the_access_log_of_what_waited(single: Gateway, clients: Clients, spark_
 def test_the_access_log_takes_any_path(single: Gateway) -> None:
     path = '/"}{\\'
     single.get(path, x_request_id="odd")
+    until(lambda: len(single.log) == 1)
     raw(b"\x00\xff\r\n\r\n")
     until(lambda: len(single.log) == 2)
     assert (single.log[0]["path"], single.log[0]["status"]) == (path, 404)

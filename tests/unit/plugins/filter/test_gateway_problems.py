@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
     "api_key": "",
     "paths": ["/v1/models", "/v1/models/*"],
     "connect_timeout": 0.5,
+    "hold_seconds": 30,
     "queue_timeout": 300,
     "stream_timeout": 3600,
     "reload_grace": 7200,

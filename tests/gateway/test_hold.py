@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""While no worker lives a request waits for one, for a bounded time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.gateway.rig import Clients, Gateway, Worker, answers, until
+
+HOLD = 4  # as the configuration `holding` has it
+
+
+def test_the_first_answer_comes_at_once_when_a_worker_is_back(
+    holding: Gateway, clients: Clients, spark_a: Worker
+) -> None:
+    (held,) = clients.chats(1)
+    until(lambda: holding.held() == 1)
+    assert not spark_a.completions
+    time.sleep(1)
+    spark_a.health = 200
+    back = time.monotonic()
+    answer = held.result(10)
+    assert (answer.status, answer.served_by) == (200, "spark-a")
+    assert time.monotonic() - back < 1
+    assert holding.held() == 0
+    assert holding.held("held_requests_total") == 1
+    assert holding.held("hold_expired_total") == 0
+    assert 1 < holding.held("held_seconds_total") < HOLD
+    until(lambda: bool(holding.log))
+    assert 1000 < int(holding.log[-1]["held_ms"]) < HOLD * 1000
+
+
+@pytest.mark.parametrize("why", ["loads", "drains", "refuses"])
+def test_when_the_time_is_over_it_is_refused(
+    holding: Gateway, spark_a: Worker, spark_b: Worker, why: str
+) -> None:
+    for worker in (spark_a, spark_b):
+        worker.health = 404 if why == "drains" else 503
+        if why == "refuses":
+            worker.stop()
+    answer = holding.chat()
+    assert answer.status == 503
+    assert HOLD <= answer.seconds < HOLD + 2
+    assert answer.headers["retry-after"] == "10"
+    assert answer.json["error"]["code"] == "service_unavailable"
+    assert holding.held("hold_expired_total") == 1
+
+
+def test_many_are_held_and_none_is_lost(holding: Gateway, clients: Clients, spark_a: Worker) -> None:
+    held = clients.chats(60, seconds=0.02)
+    until(lambda: holding.held() == 60)
+    spark_a.health = 200
+    assert {answer.status for answer in answers(held)} == {200}
+    assert spark_a.most_in_flight == 12
+
+
+def test_a_client_that_has_left_reaches_nobody(holding: Gateway, spark_a: Worker) -> None:
+    with holding.leaving():
+        until(lambda: holding.held() == 1)
+    time.sleep(1.5)
+    assert holding.held() == 0
+    spark_a.health = 200
+    until(lambda: holding.chat().status == 200)
+    assert len(spark_a.completions) == 1
+
+
+def test_the_time_can_be_changed_while_it_runs(holding: Gateway, clients: Clients, spark_b: Worker) -> None:
+    holding.command(f"set map {holding.directory}/hold.map seconds 1")
+    assert 1 <= holding.chat().seconds < 2
+    holding.command(f"set map {holding.directory}/hold.map seconds 900")
+    (held,) = clients.chats(1)
+    time.sleep(HOLD + 1)
+    assert not held.done()
+    spark_b.health = 200
+    assert held.result(10).status == 200
+
+
+def test_a_reload_keeps_what_is_held(holding: Gateway, clients: Clients, spark_a: Worker) -> None:
+    held = clients.chats(5)
+    until(lambda: holding.held() == 5)
+    holding.reload()
+    time.sleep(0.5)
+    spark_a.health = 200
+    assert {(answer.status, answer.served_by) for answer in answers(held)} == {(200, "spark-a")}
+
+
+def test_the_list_of_models_is_not_held(holding: Gateway) -> None:
+    answer = holding.get("/v1/models")
+    assert answer.status == 503
+    assert answer.seconds < 1
+
+
+def test_without_a_hold_it_is_refused_at_once(single: Gateway, spark_a: Worker) -> None:
+    spark_a.health = 503
+    until(lambda: single.get("/health").status == 503)
+    answer = single.chat()
+    assert answer.status == 503
+    assert answer.seconds < 0.5
