@@ -46,6 +46,7 @@ _value:
   sample: ["gateway_workers: spark-a and spark-b have the same name 'a'; give each worker its own."]
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,6 +59,14 @@ PATH = re.compile(r"/[A-Za-z0-9._~/-]*\*?")
 # A bearer token (RFC 6750, 2.1): anything else cannot stand in the header.
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
+
+# The client that the workers' key stands for.
+OPERATOR = "operator"
+SHORTEST_KEY = 16
+CLIENT_LIMITS = {
+    "max_requests": "Requests that it may have in flight at once.",
+    "requests_per_minute": "Requests that it may send in a minute.",
+}
 
 # Each whole number: lowest, highest, what it is.
 NUMBERS = {
@@ -111,6 +120,7 @@ def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> li
                 f"gateway_paths has {path!r}; allowed is a path like /v1/completions, or the beginning of paths like /v1/audio/*."
             )
     _check_workers(settings.get("workers") or [], problems)
+    _check_clients(settings.get("clients") or [], bool(settings.get("api_key")), problems)
     _check_ports(settings, numbers, host, address, problems)
     return problems
 
@@ -183,6 +193,48 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
         problems.append(
             "gateway_workers: every weight is 0, so none would get a request. Give one a weight from 1 to 256."
         )
+
+
+def _check_clients(clients: list[Mapping[str, Any]], has_operator: bool, problems: Problems) -> None:
+    """Names and keys of those who may ask. A key is never shown."""
+    if clients and not has_operator:
+        problems.append(
+            "gateway_clients is set, and neither gateway_api_key nor vllm_api_key is: with it the role checks the gateway, and only "
+            "with it do the workers refuse who comes past the gateway. Set vllm_api_key, like: openssl rand -hex 32"
+        )
+    names: set[str] = set()
+    hashes: dict[str, str] = {}
+    for index, client in enumerate(clients):
+        name = str(client.get("name"))
+        label = f"gateway_clients[{index}] ({name})"
+        if not NAME.fullmatch(name):
+            problems.append(
+                f"{label}: name is {name!r}; allowed are letters, digits and _.:- in it. Rename the client."
+            )
+        if name == OPERATOR or name in names:
+            problems.append(f"{label}: name is taken; give each client its own, and none {OPERATOR!r}.")
+        names.add(name)
+        key, given = str(client.get("key") or ""), str(client.get("key_sha256") or "").lower()
+        if bool(key) == bool(given):
+            problems.append(
+                f"{label}: {'both key and key_sha256 are' if key else 'neither key nor key_sha256 is'} set; allowed is one of them."
+            )
+        elif key and (not TOKEN.fullmatch(key) or len(key) < SHORTEST_KEY):
+            problems.append(
+                f"{label}: key has fewer than {SHORTEST_KEY} characters, or one that a bearer token cannot have; allowed are letters, "
+                "digits and -._~+/ with = at the end. Make another, like: openssl rand -hex 32"
+            )
+        elif given and not re.fullmatch(r"[0-9a-f]{64}", given):
+            problems.append(
+                f"{label}: key_sha256 is not 64 hexadecimal digits. Make it like: printf %s KEY | sha256sum"
+            )
+        else:
+            owner = hashes.setdefault(given or hashlib.sha256(key.encode()).hexdigest(), name)
+            if owner != name:
+                problems.append(f"{label}: its key is also that of {owner}; give each client its own.")
+        for limit, hint in CLIENT_LIMITS.items():
+            if client.get(limit) is not None:
+                problems.number(f"{label}: {limit}", client[limit], 1, 1000000, hint, whole=True)
 
 
 def _check_ports(

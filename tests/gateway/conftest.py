@@ -6,6 +6,7 @@ Needs the command haproxy (HAPROXY names another one); all on the loopback.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -98,6 +99,7 @@ COMMON = {
     "gateway_metrics_port": PORTS["metrics"],
     "gateway_log": f"{LOOPBACK}:{PORTS['log']}",
 }
+KEYS = {"alice": "alice-0123456789abcdef", "bob": "bob-0123456789abcdef", "operator": "sk-the-workers-key"}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     # Two copies and the pair's head.
     "pair": {
@@ -105,6 +107,20 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_workers": [SPARK_A, SPARK_B, HEAD],
         "gateway_api_key": "sk-the-workers-key",
         "gateway_hold_seconds": 0,
+    },
+    # The same, for two clients that have keys.
+    "keyed": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B, HEAD],
+        "gateway_api_key": "sk-the-workers-key",
+        "gateway_clients": [
+            {"name": "alice", "key": KEYS["alice"], "max_requests": 2},
+            {
+                "name": "bob",
+                "key_sha256": hashlib.sha256(KEYS["bob"].encode()).hexdigest(),
+                "requests_per_minute": 5,
+            },
+        ],
     },
     # The same, and requests are held for a while when none of them lives.
     "holding": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_hold_seconds": 4},
@@ -142,6 +158,7 @@ def configurations(ansible: Ansible) -> dict[str, Path]:
         CONFIGURATIONS,
         SPARKS,
         __gateway_keys="{{ directory }}/{{ inventory_hostname }}/keys.map",
+        __gateway_client_keys="{{ directory }}/{{ inventory_hostname }}/clients.map",
         __gateway_hold_map="{{ directory }}/{{ inventory_hostname }}/hold.map",
         __gateway_hold_program=str(ROOT / "roles/gateway/files/hold.lua"),
         __gateway_socket="{{ directory }}/{{ inventory_hostname }}/admin.sock",
@@ -184,6 +201,14 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 
 @pytest.fixture
+def keyed(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """In front of two live copies, for clients with keys only."""
+    with gateway_of(configurations["keyed"]).running() as gateway:
+        until(lambda: not gateway.is_live("spark-a-tp"))
+        yield gateway
+
+
+@pytest.fixture
 def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
     """In front of two copies that load, and with a wait for that."""
     spark_a.health = spark_b.health = 503
@@ -209,7 +234,7 @@ def patient(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gatewa
 @pytest.fixture
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """Of the gateway that the test uses."""
-    (name,) = {"gateway", "holding", "single", "patient"} & set(request.fixturenames) or {"gateway"}
+    (name,) = {"gateway", "holding", "keyed", "single", "patient"} & set(request.fixturenames) or {"gateway"}
     clients = Clients(request.getfixturevalue(name))
     yield clients
     clients.close()

@@ -18,6 +18,8 @@ WORKER = {
     "max_requests": 12,
 }
 HEAD = {**WORKER, "name": "a-tp", "health_port": 9402, "max_requests": 4}
+KEY = "0123456789abcdef"
+HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 GOOD: dict[str, Any] = {
     "address": "0.0.0.0",
     "port": 8080,
@@ -29,6 +31,7 @@ GOOD: dict[str, Any] = {
     "paths": ["/v1/models", "/v1/models/*"],
     "connect_timeout": 0.5,
     "hold_seconds": 30,
+    "clients": [],
     "queue_timeout": 300,
     "stream_timeout": 3600,
     "reload_grace": 7200,
@@ -53,6 +56,11 @@ def problems(host: str = "gateway", address: str = "192.0.2.20", **changes: Any)
         {"paths": ["/v1/audio/transcriptions", "/*"]},
         {"workers": [{"name": "x", "address": "box.example", "port": 80, "max_requests": 1, "weight": 256}]},
         {"workers": [{**WORKER, "weight": 0}, {**HEAD, "weight": 1}]},
+        {"api_key": "sk-0", "clients": [{"name": "a", "key": KEY}, {"name": "b", "key_sha256": HASH}]},
+        {
+            "api_key": "sk-0",
+            "clients": [{"name": "a", "key": KEY, "max_requests": 4, "requests_per_minute": 60}],
+        },
         # Another host's ports are no concern of this one.
         {"port": 8000, "metrics_port": 9401},
     ],
@@ -181,3 +189,30 @@ def test_a_bad_key_is_not_repeated(key: str) -> None:
 
 def test_all_problems_are_named_at_once() -> None:
     assert len(problems(port=0, threads=0, workers=[{**WORKER, "max_requests": 0, "weight": -1}])) >= 4
+
+
+@pytest.mark.parametrize(
+    ("clients", "expected"),
+    [
+        ([{"name": "a b", "key": KEY}], "(a b): name is 'a b'; allowed are letters, digits and _.:- in it."),
+        ([{"name": "operator", "key": KEY}], "(operator): name is taken"),
+        ([{"name": "a", "key": KEY}, {"name": "a", "key_sha256": HASH}], "[1] (a): name is taken"),
+        ([{"name": "a"}], "(a): neither key nor key_sha256 is set; allowed is one of them."),
+        ([{"name": "a", "key": KEY, "key_sha256": HASH}], "(a): both key and key_sha256 are set"),
+        ([{"name": "a", "key": "short"}], "(a): key has fewer than 16 characters"),
+        ([{"name": "a", "key": KEY + " "}], "(a): key has fewer than 16 characters, or one that"),
+        ([{"name": "a", "key_sha256": HASH[1:]}], "(a): key_sha256 is not 64 hexadecimal digits"),
+        ([{"name": "a", "key": KEY}, {"name": "b", "key": KEY}], "[1] (b): its key is also that of a"),
+        ([{"name": "a", "key": KEY, "max_requests": 0}], "(a): max_requests is 0; allowed is a whole number from 1"),
+        ([{"name": "a", "key": KEY, "requests_per_minute": "x"}], "(a): requests_per_minute is 'x'; allowed is"),
+    ],
+)  # fmt: skip
+def test_clients(clients: list[dict[str, Any]], expected: str) -> None:
+    (problem,) = problems(api_key="sk-0", clients=clients)
+    assert expected in problem
+    assert KEY not in problem
+
+
+def test_clients_need_the_workers_key() -> None:
+    (problem,) = problems(clients=[{"name": "a", "key": KEY}])
+    assert "neither gateway_api_key nor vllm_api_key is" in problem
