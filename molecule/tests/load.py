@@ -45,6 +45,7 @@ class Load:
     """`clients` clients that stream completions, one after the other, for as long as the `with` block lasts.
 
     tokens: bounds of the length of a reply. patience: seconds without a byte after which a client hangs up.
+    pause: seconds that a client thinks before it asks again.
     numbered: the stand-in numbers its tokens, so that each can be checked; of a real engine they are counted.
     On leaving the block each client finishes what it has begun.
     """
@@ -55,6 +56,7 @@ class Load:
         clients: int,
         tokens: tuple[int, int] = (60, 240),
         patience: float = 60,
+        pause: float = 0,
         model: str = "simulated",
         numbered: bool = True,
     ) -> None:
@@ -62,6 +64,7 @@ class Load:
         self._clients = clients
         self._tokens = tokens
         self._patience = patience
+        self._pause = pause
         self._model = model
         self._numbered = numbered
         self._over = threading.Event()
@@ -119,8 +122,7 @@ class Load:
             began = time.monotonic()
             kind, worker, detail = await self._ask(session, lengths.randint(*self._tokens))
             self.replies.append(Reply(kind, began, time.monotonic() - began, worker, detail))
-            if kind != WHOLE:
-                await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(self._pause if kind == WHOLE else _PAUSE_SECONDS)
 
     async def _ask(self, session: aiohttp.ClientSession, tokens: int) -> tuple[str, str, str]:
         """One streamed completion; returns what came of it, who answered, and a detail for the reader."""

@@ -20,7 +20,7 @@ Figure = Callable[[str], None]
 # Two real engines load on the processors that also serve: minutes, where one alone takes half of one.
 LOADS_WITHIN = 300
 STOPS_WITHIN = 20
-CAP = 12
+CLIENTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,10 @@ def copies(sparks: Callable[[str], list[Spark]]) -> list[Spark]:
 
 
 def clients(endpoint: Endpoint, number: int) -> Load:
-    """Its tokens are random words, so they are counted."""
-    return Load(endpoint.url, number, tokens=(200, 800), patience=120, model="tiny-random", numbered=False)
+    """Its tokens are random words, so they are counted. Without a pause they would leave no processor to a start."""
+    return Load(
+        endpoint.url, number, tokens=(100, 400), patience=120, pause=2, model="tiny-random", numbered=False
+    )
 
 
 def test_it_is_real(endpoint: Endpoint) -> None:
@@ -40,7 +42,7 @@ def test_it_is_real(endpoint: Endpoint) -> None:
 
 
 def test_rolling_restart(endpoint: Endpoint, copies: list[Spark], figure: Figure) -> None:
-    with clients(endpoint, 8) as load:
+    with clients(endpoint, CLIENTS) as load:
         time.sleep(5)
         for copy in copies:
             began = time.monotonic()
@@ -49,7 +51,7 @@ def test_rolling_restart(endpoint: Endpoint, copies: list[Spark], figure: Figure
         time.sleep(2)
     figure(str(load))
     assert load.failed == 0, load.replies
-    assert len(load.replies) > 16
+    assert len(load.replies) > 4 * CLIENTS
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_killed(endpoint: Endpoint, copies: list[Spark], figure: Figure, name: s
     victim, other = copies
     usual = victim.processes()
     engine, healthy = victim.engine(), other.engine()
-    with clients(endpoint, 8) as load:
+    with clients(endpoint, CLIENTS) as load:
         time.sleep(5)
         killed = time.monotonic()
         victim.run(command)
@@ -73,7 +75,7 @@ def test_killed(endpoint: Endpoint, copies: list[Spark], figure: Figure, name: s
         back = time.monotonic() - killed
     figure(f"back after {back:.1f} s; {load}")
     assert not any(load.kinds[kind] for kind in (*DECEITS, HUNG)), load.replies
-    assert load.failed <= CAP, load.replies
+    assert load.failed <= CLIENTS, load.replies
     assert all(reply.worker in (victim.name, "") for reply in load.replies if reply.kind != WHOLE)
     assert victim.processes() == usual, "an orphan is left"
     assert other.engine() == healthy
