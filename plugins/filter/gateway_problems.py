@@ -114,6 +114,16 @@ def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> li
             "gateway_api_key (by default vllm_api_key) has a character that a bearer token cannot have; "
             "allowed are letters, digits and -._~+/ with = at the end. Make another, like: openssl rand -hex 32"
         )
+    certificate = str(settings.get("tls_certificate") or "")
+    generate = problems.truth("gateway_tls_generate", settings.get("tls_generate"))
+    if certificate and generate:
+        problems.append(
+            f"gateway_tls_certificate is {certificate!r} and gateway_tls_generate is true; allowed is one of them. Take one out."
+        )
+    if certificate and not re.fullmatch(r"/[^\s'\"#\\]+", certificate):
+        problems.append(
+            f"gateway_tls_certificate is {certificate!r}; allowed is the path of a file on the gateway, like /etc/ssl/private/gateway.pem."
+        )
     for path in settings.get("paths") or []:
         if not PATH.fullmatch(str(path)):
             problems.append(

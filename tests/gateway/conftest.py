@@ -122,6 +122,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    # The same over TLS.
+    "secured": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B],
+        "gateway_tls_certificate": "{{ directory }}/secured.pem",
+    },
     # The same, and requests are held for a while when none of them lives.
     "holding": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_hold_seconds": 4},
     # One worker that takes one request at a time, no key, and little patience.
@@ -150,6 +156,16 @@ def ansible(tmp_path_factory: pytest.TempPathFactory) -> Ansible:
     return Ansible(tmp_path_factory.mktemp("ansible"))
 
 
+def make_certificate(path: Path) -> None:
+    """A certificate for this machine's loopback address, and its key, in one file."""
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -noenc -days 2 -subj /CN=test"
+    )
+    names = ["-addext", f"subjectAltName=IP:{LOOPBACK}", "-keyout", str(path), "-out", str(path)]
+    path.unlink(missing_ok=True)
+    subprocess.run([*command.split(), *names], check=True, stderr=subprocess.DEVNULL)
+
+
 @pytest.fixture(scope="session")
 def configurations(ansible: Ansible) -> dict[str, Path]:
     """The folder of each rendered configuration."""
@@ -165,6 +181,7 @@ def configurations(ansible: Ansible) -> dict[str, Path]:
         __gateway_vllm=str(ROOT / "roles/vllm"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    make_certificate(ansible.directory / "secured.pem")
     folders = {name: ansible.directory / name for name in CONFIGURATIONS}
     if os.geteuid() != 0:
         for folder in folders.values():
@@ -209,6 +226,15 @@ def keyed(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> 
 
 
 @pytest.fixture
+def secured(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """In front of two live copies, for clients that speak HTTPS."""
+    gateway = gateway_of(configurations["secured"])
+    gateway.certificate = configurations["secured"].parent / "secured.pem"
+    with gateway.running():
+        yield gateway
+
+
+@pytest.fixture
 def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
     """In front of two copies that load, and with a wait for that."""
     spark_a.health = spark_b.health = 503
@@ -234,7 +260,9 @@ def patient(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gatewa
 @pytest.fixture
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """Of the gateway that the test uses."""
-    (name,) = {"gateway", "holding", "keyed", "single", "patient"} & set(request.fixturenames) or {"gateway"}
+    (name,) = {"gateway", "holding", "keyed", "secured", "single", "patient"} & set(request.fixturenames) or {
+        "gateway"
+    }
     clients = Clients(request.getfixturevalue(name))
     yield clients
     clients.close()

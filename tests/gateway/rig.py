@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import socketserver
+import ssl
 import subprocess
 import threading
 import time
@@ -271,6 +272,7 @@ class Gateway:
     metrics_port: int
     log_port: int
     log: list[dict[str, Any]] = field(default_factory=list)
+    certificate: Path | None = None
 
     def check(self) -> subprocess.CompletedProcess[str]:
         """Let HAProxy judge the configuration; a warning is an error."""
@@ -325,10 +327,17 @@ class Gateway:
     def _said(self, text: str) -> int:
         return (self.directory / "haproxy.log").read_text().count(text)
 
+    def connect(self, timeout: float = 15) -> http.client.HTTPConnection:
+        """A client's connection, over TLS where the gateway has a certificate."""
+        if self.certificate is None:
+            return http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout)
+        context = ssl.create_default_context(cafile=str(self.certificate))
+        return http.client.HTTPSConnection(LOOPBACK, self.port, timeout=timeout, context=context)
+
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 15, **headers: str) -> Answer:
         """Send one request on a connection of its own and read the whole answer."""
         started = time.monotonic()
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout)
+        connection = self.connect(timeout)
         with contextlib.closing(connection):
             connection.request(method, path, json.dumps(body) if body is not None else None, _names(headers))
             response = connection.getresponse()
@@ -344,7 +353,7 @@ class Gateway:
     @contextlib.contextmanager
     def stream(self, **what: Any) -> Iterator[http.client.HTTPResponse]:
         """A streamed chat whose answer is still being read."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=15)
+        connection = self.connect()
         with contextlib.closing(connection):
             connection.request("POST", CHAT, json.dumps(what))
             yield connection.getresponse()
@@ -352,7 +361,7 @@ class Gateway:
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[Callable[[str], Answer]]:
         """A client that asks by GET, again and again, on one connection as long as that lasts."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=15)
+        connection = self.connect()
 
         def get(path: str) -> Answer:
             started = time.monotonic()
@@ -367,7 +376,7 @@ class Gateway:
     @contextlib.contextmanager
     def leaving(self, **what: Any) -> Iterator[None]:
         """A client that asks and, at the end, leaves without its answer."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.port)
+        connection = self.connect()
         with contextlib.closing(connection):
             connection.request("POST", CHAT, json.dumps(what))
             yield

@@ -14,7 +14,7 @@ from tests.gateway.rig import CHAT, Answer, Gateway, Worker, until
 
 def ask(gateway: Gateway, key: str = "", path: str = CHAT, **what: object) -> Answer:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return gateway.ask("POST", path, what, **headers)
+    return gateway.ask("POST", path, what, 15, **headers)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -53,7 +53,7 @@ def test_a_header_of_anthropics_clients_is_taken_too(
 def test_all_others_are_refused(
     keyed: Gateway, spark_a: Worker, spark_b: Worker, headers: dict[str, str], path: str
 ) -> None:
-    answer = keyed.ask("POST", path, {}, **headers)
+    answer = keyed.ask("POST", path, {}, 15, **headers)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json["error"]["code"] == "invalid_api_key"

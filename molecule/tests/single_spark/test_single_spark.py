@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 import subprocess
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+from testinfra.host import Host
 
 ROOT = Path(__file__).resolve().parents[3]
 INVENTORY = ROOT / "molecule/single_spark/inventory"
@@ -15,14 +19,37 @@ INVENTORY = ROOT / "molecule/single_spark/inventory"
 testinfra_hosts = ["ansible://spark-a"]
 
 
-def test_it_serves() -> None:
-    body = json.dumps({"model": "simulated", "prompt": "hello", "max_tokens": 3}).encode()
-    request = urllib.request.Request(
-        "http://198.18.87.11:8080/v1/completions", body, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.headers["x-served-by"] == "spark-a"
-        assert json.load(answer)["usage"]["completion_tokens"] == 3
+@pytest.fixture
+def ask(root: Callable[[str], str]) -> Callable[[str], http.client.HTTPResponse]:
+    """Ask for a completion with this key, over TLS, trusting the certificate that the role has made."""
+    trusted = ssl.create_default_context(cadata=root("openssl x509 -in /etc/haproxy/generated.pem"))
+
+    def ask(key: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPSConnection("198.18.87.11", 8080, timeout=60, context=trusted)
+        body = json.dumps({"model": "simulated", "prompt": "hello", "max_tokens": 3})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/completions", body, headers)
+        return connection.getresponse()
+
+    return ask
+
+
+def test_it_serves_who_has_a_key(
+    ask: Callable[[str], http.client.HTTPResponse], root: Callable[[str], str]
+) -> None:
+    answer = ask("alice-of-the-simulation")
+    assert answer.status == 200
+    assert answer.headers["x-served-by"] == "spark-a"
+    assert json.load(answer)["usage"]["completion_tokens"] == 3
+    assert ask("mallory").status == 401
+    assert "alice-of-the-simulation" not in root("cat /etc/haproxy/*")
+
+
+def test_the_keys_files_are_the_owners_alone(host: Host) -> None:
+    with host.sudo():
+        for name in ("generated.pem", "clients.map", "keys.map"):
+            file = host.file(f"/etc/haproxy/{name}")
+            assert (file.user, file.mode) == ("root", 0o600), name
 
 
 def test_there_is_no_tp_unit(root: Callable[[str], str]) -> None:

@@ -30,6 +30,8 @@ GOOD: dict[str, Any] = {
     "api_key": "",
     "paths": ["/v1/models", "/v1/models/*"],
     "connect_timeout": 0.5,
+    "tls_certificate": "",
+    "tls_generate": False,
     "hold_seconds": 30,
     "clients": [],
     "queue_timeout": 300,
@@ -61,6 +63,8 @@ def problems(host: str = "gateway", address: str = "192.0.2.20", **changes: Any)
             "api_key": "sk-0",
             "clients": [{"name": "a", "key": KEY, "max_requests": 4, "requests_per_minute": 60}],
         },
+        {"tls_certificate": "/etc/ssl/private/gateway.pem"},
+        {"tls_generate": True},
         # Another host's ports are no concern of this one.
         {"port": 8000, "metrics_port": 9401},
     ],
@@ -92,6 +96,19 @@ def test_good(changes: dict[str, Any]) -> None:
         (
             {"log": "a b"},
             "gateway_log is 'a b'; allowed is a socket like /dev/log or an address like 192.0.2.9:514.",
+        ),
+        (
+            {"tls_certificate": "/a.pem", "tls_generate": True},
+            "gateway_tls_certificate is '/a.pem' and gateway_tls_generate is true; allowed is one of them. Take one out.",
+        ),
+        (
+            {"tls_certificate": "gateway.pem"},
+            "gateway_tls_certificate is 'gateway.pem'; allowed is the path of a file on the gateway, "
+            "like /etc/ssl/private/gateway.pem.",
+        ),
+        (
+            {"tls_generate": "perhaps"},
+            "gateway_tls_generate is 'perhaps'; allowed is true or false. Set it to one of them.",
         ),
         (
             {"paths": ["v1"]},
