@@ -68,7 +68,8 @@ class Load:
         self._model = model
         self._numbered = numbered
         self._over = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread = threading.Thread(target=self._live)
+        self._fault: BaseException | None = None
         self.replies: list[Reply] = []
 
     def __enter__(self) -> Load:
@@ -80,6 +81,9 @@ class Load:
     ) -> None:
         self.finish()
         self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+        assert self.replies, "nobody asked"
 
     def finish(self) -> None:
         """Let each client finish what it has begun, and begin nothing more."""
@@ -107,6 +111,12 @@ class Load:
             f"{self._clients} clients, {len(self.replies)} requests, {self.failed} failed: {kinds}; "
             f"slowest {slowest:.1f} s; {', '.join(f'{name} {n}' for name, n in sorted(workers.items()))}"
         )
+
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except BaseException as fault:
+            self._fault = fault
 
     async def _run(self) -> None:
         limits = aiohttp.ClientTimeout(total=None, connect=self._patience, sock_read=self._patience)
@@ -143,6 +153,8 @@ class Load:
                     return RETRY if retry else f"status {answer.status}", worker, (await answer.text())[:200]
                 kind, detail = self._judge(await _events(answer), tokens)
                 return kind, worker, detail
+        except (ValueError, KeyError) as error:
+            return GARBLED, worker, repr(error)
         except TimeoutError:
             return HUNG, worker, ""
         except aiohttp.ClientConnectorError as error:

@@ -62,6 +62,7 @@ LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
 
 # The client that the workers' key stands for.
 OPERATOR = "operator"
+LONGEST_NAME = 63
 SHORTEST_KEY = 16
 CLIENT_LIMITS = {
     "max_requests": "Requests that it may have in flight at once.",
@@ -130,7 +131,7 @@ def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> li
                 f"gateway_paths has {path!r}; allowed is a path like /v1/completions, or the beginning of paths like /v1/audio/*."
             )
     _check_workers(settings.get("workers") or [], problems)
-    _check_clients(settings.get("clients") or [], bool(settings.get("api_key")), problems)
+    _check_clients(settings.get("clients") or [], str(settings.get("api_key") or ""), problems)
     _check_ports(settings, numbers, host, address, problems)
     return problems
 
@@ -205,21 +206,21 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
         )
 
 
-def _check_clients(clients: list[Mapping[str, Any]], has_operator: bool, problems: Problems) -> None:
+def _check_clients(clients: list[Mapping[str, Any]], operators_key: str, problems: Problems) -> None:
     """Names and keys of those who may ask. A key is never shown."""
-    if clients and not has_operator:
+    if clients and not operators_key:
         problems.append(
             "gateway_clients is set, and neither gateway_api_key nor vllm_api_key is: with it the role checks the gateway, and only "
             "with it do the workers refuse who comes past the gateway. Set vllm_api_key, like: openssl rand -hex 32"
         )
     names: set[str] = set()
-    hashes: dict[str, str] = {}
+    hashes = {_hash(""): "nobody, since it is empty", _hash(operators_key): OPERATOR}
     for index, client in enumerate(clients):
         name = str(client.get("name"))
         label = f"gateway_clients[{index}] ({name})"
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             problems.append(
-                f"{label}: name is {name!r}; allowed are letters, digits and _.:- in it. Rename the client."
+                f"{label}: name is {name!r}; allowed are up to {LONGEST_NAME} letters, digits and _.:- in it. Rename the client."
             )
         if name == OPERATOR or name in names:
             problems.append(f"{label}: name is taken; give each client its own, and none {OPERATOR!r}.")
@@ -239,12 +240,19 @@ def _check_clients(clients: list[Mapping[str, Any]], has_operator: bool, problem
                 f"{label}: key_sha256 is not 64 hexadecimal digits. Make it like: printf %s KEY | sha256sum"
             )
         else:
-            owner = hashes.setdefault(given or hashlib.sha256(key.encode()).hexdigest(), name)
-            if owner != name:
-                problems.append(f"{label}: its key is also that of {owner}; give each client its own.")
+            hashed = given or _hash(key)
+            if hashed in hashes:
+                problems.append(
+                    f"{label}: its key is also that of {hashes[hashed]}; give each client its own."
+                )
+            hashes[hashed] = name
         for limit, hint in CLIENT_LIMITS.items():
             if client.get(limit) is not None:
                 problems.number(f"{label}: {limit}", client[limit], 1, 1000000, hint, whole=True)
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _check_ports(

@@ -81,8 +81,8 @@ def _row(host: str, info: Mapping[str, Any]) -> list[str]:
 
 def _why(unit: Mapping[str, Any]) -> str:
     """The agent's last words, which systemd keeps; else systemd's own."""
-    told = str(unit["status"] or "").removeprefix("failed: ")
-    return told or str(unit["result"])
+    told = str(unit["status"] or "")
+    return told.removeprefix("failed: ") if told.startswith("failed: ") else str(unit["result"])
 
 
 def _phase(unit: Mapping[str, Any], agent: Mapping[str, Any]) -> str:

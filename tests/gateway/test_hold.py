@@ -77,7 +77,12 @@ def test_the_time_can_be_changed_while_it_runs(holding: Gateway, clients: Client
     assert held.result(10).status == 200
 
 
-def test_a_reload_keeps_what_is_held(holding: Gateway, clients: Clients, spark_a: Worker) -> None:
+@pytest.mark.parametrize("health", [503, 404])
+def test_a_reload_keeps_what_is_held(
+    holding: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker, health: int
+) -> None:
+    spark_a.health = spark_b.health = health
+    time.sleep(1)
     held = clients.chats(5)
     until(lambda: holding.held() == 5)
     holding.reload()

@@ -89,12 +89,10 @@ def test_stopped_while_it_starts(copies: list[Spark], figure: Figure, seconds: i
     copy.run(f"systemctl stop {copy.unit}; systemctl start --no-block {copy.unit}")
     until(lambda: copy.status().get("phase") == "loading", 30, "it loads")
     time.sleep(seconds)
-    assert copy.status().get("phase") == "loading"
+    phase = copy.status().get("phase")
     began = time.monotonic()
     copy.run(f"systemctl stop {copy.unit}")
-    figure(f"stopped in {time.monotonic() - began:.1f} s")
+    figure(f"{phase}, stopped in {time.monotonic() - began:.1f} s")
     assert time.monotonic() - began < STOPS_WITHIN
     assert copy.show("Result") == "success"
     assert (copy.engine(), copy.processes()) == ("", [])
-    if seconds == 17:
-        copy.run(f"systemctl start {copy.unit}")

@@ -45,6 +45,13 @@ def test_it_serves_who_has_a_key(
     assert "alice-of-the-simulation" not in root("cat /etc/haproxy/*")
 
 
+@pytest.mark.parametrize("key", ["alice-of-the-simulation", "simulation-key"])
+def test_no_key_shows_in_the_journal(root: Callable[[str], str], key: str) -> None:
+    """All that a module is called with stands there."""
+    assert "ansible" in root("journalctl --no-pager --boot")
+    assert key not in root("journalctl --no-pager --boot")
+
+
 def test_the_keys_files_are_the_owners_alone(host: Host) -> None:
     with host.sudo():
         for name in ("generated.pem", "clients.map", "keys.map"):

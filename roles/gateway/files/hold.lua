@@ -9,8 +9,11 @@ local SHORTEST_MS = 25
 local LONGEST_MS = 250
 -- So many held requests look for a worker so often that each can wait a little longer.
 local MS_PER_REQUEST = 0.25
--- A process that has just begun takes every worker for live; by then it has looked at each (`inter` in haproxy.cfg).
-local FIRST_LOOK_MS = 700
+-- A process that has just begun takes every worker for live. By then it has looked at each: the first looks are spread over
+-- `inter` of haproxy.cfg, and one at a host without power takes as long again.
+local FIRST_LOOK_MS = 1200
+-- HAProxy makes a long list to tell whether it is being replaced.
+local ASK_MS = 100
 
 local counts = { held = 0, expired = 0, milliseconds = 0 }
 -- Request to the moment of its last look. One whose client has gone looks no more, and nobody is told of that.
@@ -39,12 +42,17 @@ core.register_init(function()
 end)
 
 -- After a reload the old process checks no worker any more; its successor takes what is held here.
-local function is_replaced()
-  return core.get_info().Stopping == 1
+local replaced, asked = false, 0
+local function is_replaced(now)
+  if now - asked > ASK_MS then
+    asked = now
+    replaced = core.get_info().Stopping == 1
+  end
+  return replaced
 end
 
 local function may_go_on(txn, now)
-  return is_replaced() or now - started > FIRST_LOOK_MS and txn.f:nbsrv("workers") > 0
+  return now - started > FIRST_LOOK_MS and txn.f:nbsrv("workers") > 0 or is_replaced(now)
 end
 
 core.register_action("hold", { "http-req" }, function(txn)

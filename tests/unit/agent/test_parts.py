@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_agent import history as history_module
 from vllm_agent.container import describe_exit
 from vllm_agent.history import History
 from vllm_agent.memory import Memory
@@ -133,27 +134,45 @@ class TestAttempts:
     def test_so_many_and_no_more(self, begin: Callable[..., History]) -> None:
         for last in (False, True):
             history = begin()
-            assert history.begin_attempt(self.MOST)
+            assert history.begin_attempt(self.MOST, 100)
             assert history.is_last_attempt(self.MOST) == last
-        assert not begin().begin_attempt(self.MOST)
+        assert not begin().begin_attempt(self.MOST, 100)
 
-    def test_a_person_who_starts_it_again_gets_all_of_them(self, begin: Callable[..., History]) -> None:
+    def test_after_giving_up_it_begins_anew(self, begin: Callable[..., History]) -> None:
         for _ in range(self.MOST):
-            begin().begin_attempt(self.MOST)
+            begin().begin_attempt(self.MOST, 100)
         begin().give_up()
         history = begin()
-        assert history.begin_attempt(self.MOST)
+        assert not history.is_last_attempt(self.MOST)
+        assert history.begin_attempt(self.MOST, 100)
         assert not history.is_last_attempt(self.MOST)
 
     def test_a_life_that_was_forgiven_does_not_count(self, begin: Callable[..., History]) -> None:
         for _ in range(self.MOST * 2):
             history = begin()
-            assert history.begin_attempt(self.MOST)
+            assert history.begin_attempt(self.MOST, 100)
             history.forgive()
+
+    def test_one_that_ended_for_its_peer_does_not_count(self, begin: Callable[..., History]) -> None:
+        begin().begin_attempt(self.MOST, 100)
+        for _ in range(self.MOST * 2):
+            history = begin()
+            assert history.begin_attempt(self.MOST, 100)
+            history.take_back_attempt()
+        begin().take_back_attempt()  # a life that was not counted has nothing to take back
+        assert begin().attempts == 1
 
     def test_those_of_another_boot_do_not_count(self, begin: Callable[..., History]) -> None:
         for boot in range(self.MOST * 2):
-            assert begin(str(boot)).begin_attempt(self.MOST)
+            assert begin(str(boot)).begin_attempt(self.MOST, 100)
+
+    def test_those_of_long_ago_do_not_count(
+        self, begin: Callable[..., History], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = iter(range(0, 10_000, 101))
+        monkeypatch.setattr(history_module, "_since_boot", lambda: next(clock))
+        for _ in range(self.MOST * 2):
+            assert begin().begin_attempt(self.MOST, 100)
 
     def test_a_file_from_before_they_were_counted(self, tmp_path: Path) -> None:
         (tmp_path / "h.json").write_text(
@@ -161,7 +180,7 @@ class TestAttempts:
         )
         history = History(tmp_path / "h.json", "first")
         assert history.starts == 3
-        assert history.begin_attempt(self.MOST)
+        assert history.begin_attempt(self.MOST, 100)
 
 
 class TestNotifier:

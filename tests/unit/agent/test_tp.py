@@ -216,3 +216,16 @@ def test_a_worker_that_cannot_start_lets_the_head_fail_before_it_starts(pair: Pa
     head.wait_for("STATUS=failed: rank 1 on 127.0.0.1 failed: not enough memory after 1 s: 50.0 GiB needed")
     assert not head.started_containers
     assert Path(worker.folder / "docker/calls").exists()
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_rank_is_not_worn_out_by_the_others_restarts(pair: Pair, told: int) -> None:
+    """It ends and starts with the other, by no fault of its own, so it never stays down for that."""
+    for _ in range(4):
+        for spark in pair:
+            spark.messages.clear()
+        serve(pair)
+        pair[told].terminate()
+        assert pair[told].exit_status() == 0
+        assert pair[1 - told].exit_status() == 1
+    assert pair[1 - told].history["attempts"]["count"] == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 _MOST_IMAGES = 16
@@ -13,22 +14,28 @@ _MOST_IMAGES = 16
 log = logging.getLogger(__name__)
 
 
+def _since_boot() -> float:
+    """Seconds, sleep included; the wall clock may step."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class History:
     """Counts starts and failures and remembers how long the engine took to become ready, per image.
 
     The file is `<state folder>/<mode>-history.json`:
     {"starts": 3, "failures": 1, "last_failure": "engine exited ...", "last_start_seconds": 412.0,
-     "start_seconds": {"<image>": 412.0}, "attempts": {"boot": "<boot id>", "count": 1, "given_up": false}}
+     "start_seconds": {"<image>": 412.0}, "attempts": {"boot": "<boot id>", "at": 4711.0, "count": 1}}
     An attempt is a life of the agent that has neither served for long nor been asked to stop. It is counted when
     it begins, since an agent that is killed cannot count; those of an earlier boot do not count, since then the
-    power may have failed.
+    power may have failed, nor those of long ago (`at` is in seconds since the boot).
     """
 
     def __init__(self, path: Path, boot: str = "") -> None:
         self._path = path
         self._boot = boot
         self.attempts = 0
-        self._given_up = False
+        self._attempted_at = 0.0
+        self._is_counted = False
         self.last_failure = ""
         self.starts = 0
         self.failures = 0
@@ -56,15 +63,26 @@ class History:
         self.last_failure = cause
         self._write()
 
-    def begin_attempt(self, most: int) -> bool:
-        """Count this life; False when `most` in a row have failed already, and so it must not begin."""
-        if self._given_up:  # what comes after giving up was started by a person
-            self.attempts, self._given_up = 0, False
+    def begin_attempt(self, most: int, memory_seconds: float) -> bool:
+        """Count this life; False when `most` in a row have failed already, and so it must not begin.
+
+        After `memory_seconds` without a word it was a person who started it, and nothing before counts.
+        """
+        if _since_boot() - self._attempted_at > memory_seconds:
+            self.attempts = 0
         if self.attempts >= most:
             return False
         self.attempts += 1
+        self._is_counted = True
         self._write()
         return True
+
+    def take_back_attempt(self) -> None:
+        """This life ended by no fault of its own."""
+        if self._is_counted:
+            self._is_counted = False
+            self.attempts -= 1
+            self._write()
 
     def is_last_attempt(self, most: int) -> bool:
         """Was this life, should it fail, the last of `most` in a row?"""
@@ -77,9 +95,8 @@ class History:
             self._write()
 
     def give_up(self) -> None:
-        """It stays down until a person starts it."""
-        self._given_up = True
-        self._write()
+        """It stays down until a person starts it, and then begins anew."""
+        self.forgive()
 
     def remember_start(self, image: str, seconds: float) -> None:
         """The engine became ready `seconds` after its container was started."""
@@ -100,7 +117,7 @@ class History:
         self.last_failure = str(document.get("last_failure", ""))
         attempts = document.get("attempts", {})
         if attempts.get("boot") == self._boot:
-            self.attempts, self._given_up = int(attempts["count"]), bool(attempts["given_up"])
+            self.attempts, self._attempted_at = int(attempts["count"]), float(attempts["at"])
 
     def _write(self) -> None:
         document = {
@@ -109,7 +126,7 @@ class History:
             "last_failure": self.last_failure,
             "last_start_seconds": self.last_start_seconds,
             "start_seconds": self._start_seconds,
-            "attempts": {"boot": self._boot, "count": self.attempts, "given_up": self._given_up},
+            "attempts": {"boot": self._boot, "at": round(_since_boot(), 1), "count": self.attempts},
         }
         temporary = self._path.with_suffix(".new")
         try:

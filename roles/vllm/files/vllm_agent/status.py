@@ -76,6 +76,7 @@ class Status:
         self.counters: Counters | None = None
         self._counted = 0.0
         self.tokens_per_second: float | None = None
+        self.lost = ""  # what was seen of an engine that has ended, or begun anew without us
         self.strikes = 0  # failed canaries in a row
         self.canaries = 0
         self.canary_failures = 0
@@ -121,6 +122,8 @@ class Status:
         further requests would only wait in it.
         """
         stage = self.stage
+        if stage.phase is Phase.SERVING and self.lost:
+            return 503, self.lost
         if stage.phase is Phase.SERVING and self.strikes:
             return 404, f"suspect: no progress, strike {self.strikes} of {self._config.watchdog.strikes}"
         code = {Phase.SERVING: 200, Phase.DRAINING: 404}.get(stage.phase, 503)

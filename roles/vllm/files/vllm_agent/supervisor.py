@@ -39,6 +39,7 @@ _EXTENSION_SECONDS = 60  # systemd gives up on a start when no sign of life came
 _KEPT_LINES = 40
 _TOLD_LINES = 3
 _STARTING_SECONDS = 120
+_LONGEST_PAUSE = 3600  # between two lives: the restart's delay, and the wait for the peer
 _EXIT_SECONDS = 5  # how long after its port closes a container may take to exit
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,9 @@ class Supervisor:
             self._history.forgive()
         if self._asked and (failure is None or isinstance(failure, PeerGone)):
             return STOPPED_AS_ASKED
-        if self._history.is_last_attempt(self._config.start_limit.burst):
+        if isinstance(failure, PeerGone):
+            self._history.take_back_attempt()
+        elif self._history.is_last_attempt(self._config.start_limit.burst):
             self._give_up()
             return GIVEN_UP
         return FAILED
@@ -194,7 +197,9 @@ class Supervisor:
 
     def _count_attempt(self) -> None:
         """Not before the peer is met: waiting for it costs nothing, and may take for as long as it is away."""
-        if not self._history.begin_attempt(self._config.start_limit.burst):
+        limits, gate, start_limit = self._config.timeouts, self._config.memory, self._config.start_limit
+        longest_life = gate.wait_seconds + limits.start + limits.verify + start_limit.served_seconds
+        if not self._history.begin_attempt(start_limit.burst, longest_life + _LONGEST_PAUSE):
             raise Failure(self._history.last_failure or "killed before it could tell why")
 
     async def _forgive_in_time(self) -> None:
@@ -281,6 +286,7 @@ class Supervisor:
 
     async def _explain(self, error: NotListening) -> NoReturn:
         """The engine ended, and its exit status, soon to come, tells more than that; or it was restarted."""
+        self._status.lost = str(error)
         await asyncio.sleep(_EXIT_SECONDS)
         raise Failure(f"{error} although the container runs; was it restarted from outside?")
 

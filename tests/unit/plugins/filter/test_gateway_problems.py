@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -211,7 +212,7 @@ def test_all_problems_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("clients", "expected"),
     [
-        ([{"name": "a b", "key": KEY}], "(a b): name is 'a b'; allowed are letters, digits and _.:- in it."),
+        ([{"name": "a b", "key": KEY}], "(a b): name is 'a b'; allowed are up to 63 letters, digits and _.:- in it."),
         ([{"name": "operator", "key": KEY}], "(operator): name is taken"),
         ([{"name": "a", "key": KEY}, {"name": "a", "key_sha256": HASH}], "[1] (a): name is taken"),
         ([{"name": "a"}], "(a): neither key nor key_sha256 is set; allowed is one of them."),
@@ -220,6 +221,8 @@ def test_all_problems_are_named_at_once() -> None:
         ([{"name": "a", "key": KEY + " "}], "(a): key has fewer than 16 characters, or one that"),
         ([{"name": "a", "key_sha256": HASH[1:]}], "(a): key_sha256 is not 64 hexadecimal digits"),
         ([{"name": "a", "key": KEY}, {"name": "b", "key": KEY}], "[1] (b): its key is also that of a"),
+        ([{"name": "a", "key_sha256": sha256(b"").hexdigest()}], "(a): its key is also that of nobody, since it is empty"),
+        ([{"name": "a", "key_sha256": sha256(b"sk-0").hexdigest().upper()}], "(a): its key is also that of operator"),
         ([{"name": "a", "key": KEY, "max_requests": 0}], "(a): max_requests is 0; allowed is a whole number from 1"),
         ([{"name": "a", "key": KEY, "requests_per_minute": "x"}], "(a): requests_per_minute is 'x'; allowed is"),
     ],

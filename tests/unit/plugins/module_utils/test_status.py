@@ -68,6 +68,11 @@ UP = {"status": 200}
             UP,
             "has failed (engine exited)",
         ),
+        (
+            {"a": spark(phase=None, replica=unit("failed", result="signal", status="serving: 3 running"))},
+            UP,
+            "has failed (signal)",
+        ),
         ({"a": STRUCK}, UP, "did not answer 2 times"),
         ({"a": spark(replica=unit("activating", status="loading 40 %"))}, UP, "loading 40 %"),
         ({"a": spark(replica=unit("inactive"))}, UP, "does not serve yet"),
