@@ -42,7 +42,7 @@ def test_it_serves_who_has_a_key(
     assert answer.headers["x-served-by"] == "spark-a"
     assert json.load(answer)["usage"]["completion_tokens"] == 3
     assert ask("mallory").status == 401
-    assert "alice-of-the-simulation" not in root("cat /etc/haproxy/*")
+    assert "alice-of-the-simulation" not in root("cat /etc/haproxy/*.*")
 
 
 @pytest.mark.parametrize("key", ["alice-of-the-simulation", "simulation-key"])
