@@ -43,19 +43,23 @@ def on_both(pair: list[Spark], work: Callable[[Spark], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def switched(pair: list[Spark]) -> list[str]:
-    """Both replicas serve; a person enables and starts the other mode. Returns the time on each Spark before."""
+def switched(pair: list[Spark]) -> Iterator[list[str]]:
+    """Both replicas serve; a person enables and starts the other mode, and in the end this one again.
+
+    Gives the time on each Spark before.
+    """
+
+    def switch(mode: str, other: str) -> None:
+        enable = f"systemctl --root=/ disable vllm-{other} && systemctl --root=/ enable vllm-{mode}"
+        on_both(pair, lambda spark: spark.run(enable))
+        on_both(pair, lambda spark: spark.run(f"systemctl start vllm-{mode}"))
+
     if all(spark.serves for spark in pair):
         pytest.fail("the pair is in mode tp already: converge first")
     before = [spark.run("date +%s.%N") for spark in pair]
-    on_both(
-        pair,
-        lambda spark: spark.run(
-            "systemctl --root=/ disable vllm-replica && systemctl --root=/ enable vllm-tp"
-        ),
-    )
-    on_both(pair, lambda spark: spark.run("systemctl start vllm-tp"))
-    return before
+    switch("tp", "replica")
+    yield before
+    switch("replica", "tp")
 
 
 @pytest.fixture(autouse=True)
