@@ -431,7 +431,7 @@ class _ModePlan:
         }
 
     def start_limit(self) -> dict[str, int]:
-        """When the agent gives up; systemd has the same two numbers for what it sees."""
+        """When the agent gives up."""
         hint = "Failed starts before it stays failed."
         value = self.settings.get("start_limit_burst")
         burst = self.problems.number("vllm_start_limit_burst", value, 1, 100, hint, whole=True)

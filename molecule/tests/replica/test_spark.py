@@ -33,7 +33,7 @@ def test_the_wish_and_the_deed(unit: Show) -> None:
 
 
 @pytest.mark.parametrize(("mode", "other"), [("replica", "tp"), ("tp", "replica")])
-def test_the_unit_as_systemd_read_it(unit: Show, mode: str, other: str) -> None:
+def test_the_unit_as_systemd_read_it(unit: Show, root: Run, mode: str, other: str) -> None:
     shown = unit(mode)
     # Conflicts alone gives no order between the stop of one and the start of the other.
     assert f"vllm-{other}.service" in shown["Conflicts"].split()
@@ -42,7 +42,12 @@ def test_the_unit_as_systemd_read_it(unit: Show, mode: str, other: str) -> None:
     assert "docker.service" in shown["After"].split()
     assert (shown["Type"], shown["NotifyAccess"], shown["KillMode"]) == ("notify", "main", "mixed")
     assert (shown["Restart"], shown["RestartUSec"]) == ("on-failure", "1min")
-    assert (shown["StartLimitBurst"], shown["StartLimitIntervalUSec"]) == ("3", "30min")
+    # Starts that a person asks for must not count; the agent counts failures.
+    assert shown["StartLimitIntervalUSec"] == "0"
+    assert json.loads(root(f"cat /etc/vllm/{mode}.json"))["start_limit"] == {
+        "burst": 3,
+        "served_seconds": 1800,
+    }
     assert shown["NeedDaemonReload"] == "no"
 
 

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from vllm_agent.status import Phase
 from vllm_agent.supervisor import GIVEN_UP
 
-from .virtual_host import BAD_COMPLETIONS, LONGEST_START, RESTART_SECONDS, STOP_SECONDS, Host, play
+from .virtual_host import (
+    BAD_COMPLETIONS,
+    LONGEST_START,
+    RESTART_SECONDS,
+    START_LIMIT,
+    STOP_SECONDS,
+    Host,
+    play,
+)
 
 SEQUENCES = 200
 # An end that was begun, and a start which perhaps must still fail, and one that does not.
@@ -241,5 +249,7 @@ class TestTheseSequencesReachWhatTheyShould:
 
     @pytest.mark.parametrize("role", ["head", "worker"])
     def test_a_pair_that_never_forms_is_no_attempt(self, role: str) -> None:
-        host = live(role, [Step(0, "peer away", 900), Step(1500, "stop")])
-        assert not any(each.container for each in host.unit.lives)
+        *vain, last = live(role, [Step(0, "peer away", 900), Step(1500, "stop")]).unit.lives
+        assert len(vain) > START_LIMIT.burst
+        assert not any(each.container for each in vain)
+        assert last.reached is Phase.DRAINING

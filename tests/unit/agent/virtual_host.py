@@ -48,7 +48,6 @@ START_SECONDS = 120.0
 STOP_SECONDS = LIMITS.drain + LIMITS.drain_notice + LIMITS.container_stop + 120
 WATCHDOG_SECONDS = 120.0
 RESTART_SECONDS = 60.0
-START_BURST, START_INTERVAL = 3, 1800.0
 NO_RESTART = (2, GIVEN_UP)
 
 DOCKER_SECONDS = 15  # for one call
@@ -899,7 +898,6 @@ class Unit:
         self.life: Life | None = None
         self.lives: list[Life] = []
         self._stop = asyncio.Event()
-        self._starts: list[float] = []
         self._in_a_row = 0
 
     def start(self) -> None:
@@ -940,13 +938,8 @@ class Unit:
             self.state = state
 
     async def _serve(self) -> None:
-        """One activation after the other, as long as they fail and the limit allows another."""
+        """One activation after the other, as long as they fail and the agent does not give up."""
         while True:
-            now = self._host.now
-            self._starts = [start for start in self._starts if now - start < START_INTERVAL]
-            if len(self._starts) >= START_BURST:
-                return self._enter("failed")
-            self._starts.append(now)
             self._enter("activating")
             ended_well = await self._activate()
             given_up = self.lives != [] and self.lives[-1].exit_status in NO_RESTART

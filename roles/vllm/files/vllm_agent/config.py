@@ -83,8 +83,8 @@ class WatchdogConfig:
 class StartLimit:
     """When to stay down: after `burst` failures in a row, none of them after serving for `served_seconds`.
 
-    systemd's own limit counts starts within a time, and a model that loads for ten minutes and then fails never
-    reaches it.
+    systemd's own limit counts starts within a time, those that a person asks for too; and a model that loads for ten
+    minutes and then fails never reaches it.
     """
 
     burst: int = field(metadata=_between(1))
