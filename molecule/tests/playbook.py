@@ -10,9 +10,11 @@ ROOT = Path(__file__).resolve().parents[2]
 INVENTORY = ROOT / "molecule/inventory"
 
 
-def play(playbook: str, *arguments: str) -> tuple[int, str]:
-    """Run a playbook; returns its exit status and what it printed, white space folded."""
-    command = ["ansible-playbook", f"--inventory={INVENTORY}", *arguments, str(ROOT / "playbooks" / playbook)]
+def play(
+    playbook: str, *arguments: str, inventory: Path = INVENTORY, seconds: float = 300
+) -> tuple[int, str]:
+    """Run a playbook, for at most so long; returns its exit status and what it printed, white space folded."""
+    command = ["ansible-playbook", f"--inventory={inventory}", *arguments, str(ROOT / "playbooks" / playbook)]
     environment = {
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_SSH_TIMEOUT": "5",
@@ -24,7 +26,7 @@ def play(playbook: str, *arguments: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=seconds,
         check=False,
     )
     return done.returncode, " ".join(done.stdout.split())

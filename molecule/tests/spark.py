@@ -83,6 +83,12 @@ class Spark:
             name for _state, name in names if name.startswith(("vllm", "VLLM", "EngineCore", "Worker"))
         )
 
+    def restart(self) -> float:
+        """Restart the unit as a person does; returns how many seconds that took."""
+        began = time.monotonic()
+        self.run(f"systemctl restart {self.unit}")
+        return time.monotonic() - began
+
     def fault(self, words: str = "") -> None:
         """Give the stand-in engine a fault; without words take all faults from it."""
         self.run(f"mkdir -p /run/standin && echo '{words}' > /run/standin/fault")

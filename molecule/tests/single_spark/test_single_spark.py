@@ -6,14 +6,13 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from testinfra.host import Host
 
-ROOT = Path(__file__).resolve().parents[3]
+from playbook import ROOT, play
+
 INVENTORY = ROOT / "molecule/single_spark/inventory"
 
 testinfra_hosts = ["ansible://spark-a"]
@@ -67,16 +66,7 @@ def test_there_is_no_tp_unit(root: Callable[[str], str]) -> None:
 
 def test_tp_is_refused(root: Callable[[str], str]) -> None:
     before = root("docker inspect --format '{{.Id}}' vllm-replica")
-    done = subprocess.run(
-        ["ansible-playbook", f"--inventory={INVENTORY}", "--extra-vars=mode=tp", "playbooks/switch_mode.yml"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    told = " ".join(done.stdout.split())
-    assert done.returncode != 0
+    status, told = play("switch_mode.yml", "--extra-vars=mode=tp", inventory=INVENTORY, seconds=120)
+    assert status != 0
     assert "mode is 'tp', which cannot be: vllm_tp_hosts names 1 Spark (spark-a)" in told
     assert root("docker inspect --format '{{.Id}}' vllm-replica") == before

@@ -141,7 +141,7 @@ class TestAttempts:
     def test_after_giving_up_it_begins_anew(self, begin: Callable[..., History]) -> None:
         for _ in range(self.MOST):
             begin().begin_attempt(self.MOST, 100)
-        begin().give_up()
+        begin().forgive()
         history = begin()
         assert not history.is_last_attempt(self.MOST)
         assert history.begin_attempt(self.MOST, 100)

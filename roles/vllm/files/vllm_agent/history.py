@@ -89,14 +89,10 @@ class History:
         return self.attempts >= most
 
     def forgive(self) -> None:
-        """It has served for long, or was asked to stop: the next failure is the first in a row."""
+        """It has served for long, was asked to stop, or stays down: the next failure is the first in a row."""
         if self.attempts:
             self.attempts = 0
             self._write()
-
-    def give_up(self) -> None:
-        """It stays down until a person starts it, and then begins anew."""
-        self.forgive()
 
     def remember_start(self, image: str, seconds: float) -> None:
         """The engine became ready `seconds` after its container was started."""

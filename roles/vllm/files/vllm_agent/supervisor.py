@@ -331,7 +331,7 @@ class Supervisor:
 
     def _give_up(self) -> None:
         """Nobody will start this unit again but a person, so tell what to do."""
-        self._history.give_up()
+        self._history.forgive()
         limit, unit = self._config.start_limit, self._config.unit
         self._enter(
             Phase.FAILED,
@@ -339,7 +339,6 @@ class Supervisor:
             f"mend the cause, then: systemctl reset-failed {unit}; systemctl start {unit}. "
             f"The cause: {self._status.stage.cause}",
         )
-        self._notifier.send(self._status_line())
 
     # What interrupts it
 

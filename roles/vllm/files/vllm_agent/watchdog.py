@@ -42,13 +42,13 @@ class Watchdog:
         try:
             while True:
                 verdict = watch.look(now(), await self.scrape())
-                self._status.strikes = watch.strikes
                 if canary is not None and verdict is Verdict.BUSY:
                     canary.cancel()  # it has its answer
                     canary = None
                 elif canary is not None and canary.done():
                     self._judge(canary.result(), watch, now())
                     canary = None
+                self._status.strikes = watch.strikes
                 if watch.wedged:
                     return f"wedged: no progress and {watch.strikes} canaries failed"
                 if canary is None and verdict is Verdict.SUSPECT:
@@ -70,9 +70,7 @@ class Watchdog:
     def _judge(self, complaint: str, watch: Watch, now: float) -> None:
         if not complaint:
             watch.canary_passed(now)
-            self._status.strikes = 0
             return
         self._status.canary_failures += 1
         watch.canary_failed()
-        self._status.strikes = watch.strikes
         log.warning("strike %d of %d: no progress, and %s", watch.strikes, watch.strikes_allowed, complaint)
