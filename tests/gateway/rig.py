@@ -401,7 +401,9 @@ class Gateway:
         """Send a body as it is; one that comes in pieces is sent in chunks."""
         started = time.monotonic()
         with contextlib.closing(self.connect()) as connection:
-            connection.request("POST", path, body, {"content-type": content_type})
+            # A request that is refused while it is being sent has an answer, too.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", path, body, {"content-type": content_type})
             response = connection.getresponse()
             content = response.read()
         return Answer(response.status, _lower(response), content, time.monotonic() - started)

@@ -74,10 +74,13 @@ end
 
 -- The value of "model" of a JSON object; else nil and what is wrong: "broken" or "no_model".
 function asked.in_json(body)
-  local name = body:find("^%s*{") and searched(body)
+  if not body:find("^%s*{") then
+    return nil, "broken"
+  end
+  local name = searched(body)
   if not name then
     local understood, value = pcall(json.decode, body)
-    if not understood or type(value) ~= "table" or value[1] ~= nil then
+    if not understood then
       return nil, "broken"
     end
     name = value.model

@@ -409,14 +409,17 @@ end
 
 -- The pool and class for a model; nil where there is none now.
 local function choose(fetch, model)
+  local route = plan.models[model]
+  local is_only = settings.spill_after == 0 and route and #route.warm == 1
   return routes.choose(plan, model, settings.spill_after, function(number)
     local name = "pool" .. number
     local live = fetch:nbsrv(name)
-    if live == 0 then
-      return 0, 0, 0
+    -- What else there is to know is for a choice, which most have not.
+    if live == 0 or is_only then
+      return live, 0, 1, 0
     end
     local waiting = fetch:queue(name)
-    return live, waiting > 0 and 0 or fetch:be_conn_free(name), waiting
+    return live, fetch:be_conn(name), waiting > 0 and 0 or fetch:be_conn_free(name), waiting
   end)
 end
 

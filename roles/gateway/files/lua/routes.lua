@@ -249,17 +249,23 @@ function routes.next_shares(cap, current, wanted, in_flight)
   return shares
 end
 
--- The best of these pools, and what there is to choose from: the one with most free places, else the shortest queue.
--- `look` tells of a number: live workers, free places, requests waiting.
+local turn = 0
+
+-- The best of these pools, and how many places are free and how many requests wait in all that live: the one that has least
+-- to do for its size; those that are alike take turns. `look` tells of a number: live workers, requests there, free places,
+-- requests waiting.
 function routes.best(numbers, look)
-  local best, best_free, best_waiting
+  turn = turn + 1
+  local best, best_load
   local free_in_all, waiting_in_all = 0, 0
-  for _, number in ipairs(numbers) do
-    local live, free, waiting = look(number)
+  for place = 1, #numbers do
+    local number = numbers[(place + turn) % #numbers + 1]
+    local live, requests, free, waiting = look(number)
     if live > 0 then
       free_in_all, waiting_in_all = free_in_all + free, waiting_in_all + waiting
-      if not best or free > best_free or free == best_free and waiting < best_waiting then
-        best, best_free, best_waiting = number, free, waiting
+      local load = requests / math.max(requests - waiting + free, 1)
+      if not best or load < best_load then
+        best, best_load = number, load
       end
     end
   end
