@@ -369,9 +369,7 @@ def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
         "secured",
         "single",
         "patient",
-    } & set(request.fixturenames) or {
-        "gateway"
-    }
+    } & set(request.fixturenames) or {"gateway"}
     clients = Clients(request.getfixturevalue(name))
     yield clients
     clients.close()

@@ -222,7 +222,11 @@ class Worker:
                 if fault == "hangs":
                     while worker.catalogue_fault == fault and not self.client_left():
                         time.sleep(0.05)
-                answers = {"fails": (500, b"{}"), "is no list": (200, b"<html></html>"), "is empty": (200, b"")}
+                answers = {
+                    "fails": (500, b"{}"),
+                    "is no list": (200, b"<html></html>"),
+                    "is empty": (200, b""),
+                }
                 status, text = answers.get(fault, (200, b""))
                 if not fault or fault == "hangs":
                     text = json.dumps(CATALOGUES[self.path](worker)).encode()
@@ -397,7 +401,9 @@ class Gateway:
     def chat(self, timeout: float = 15, **what: Any) -> Answer:
         return self.ask("POST", CHAT, {"model": MODEL, **what}, timeout)
 
-    def post(self, path: str, body: bytes | Iterator[bytes], content_type: str = "application/json") -> Answer:
+    def post(
+        self, path: str, body: bytes | Iterator[bytes], content_type: str = "application/json"
+    ) -> Answer:
         """Send a body as it is; one that comes in pieces is sent in chunks."""
         started = time.monotonic()
         with contextlib.closing(self.connect()) as connection:
@@ -424,7 +430,9 @@ class Gateway:
         def ask(path: str) -> Answer:
             started = time.monotonic()
             asks = path.endswith("completions")
-            connection.request("POST" if asks else "GET", path, json.dumps({"model": MODEL}) if asks else None)
+            connection.request(
+                "POST" if asks else "GET", path, json.dumps({"model": MODEL}) if asks else None
+            )
             response = connection.getresponse()
             content = response.read()
             return Answer(response.status, _lower(response), content, time.monotonic() - started)

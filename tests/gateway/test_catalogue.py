@@ -100,7 +100,7 @@ def test_a_request_for_a_model_whose_worker_is_away_waits_for_it(
 
 
 def test_a_start_answers_nothing_with_404_before_all_have_been_asked(
-    configurations: dict[str, Path], spark_a: Worker, spark_b: Worker, embed: Worker, clients: None = None
+    configurations: dict[str, Path], spark_a: Worker, spark_b: Worker, embed: Worker
 ) -> None:
     with gateway_of(configurations["farm"]).running() as gateway:
         own = Clients(gateway)

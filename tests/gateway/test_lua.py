@@ -25,8 +25,14 @@ def lua(request: pytest.FixtureRequest) -> Any:
 
     runtime.execute(f"package.path = '{ROOT}/roles/gateway/files/lua/?.lua'")
     cjson = runtime.table_from({"decode": decode, "encode": json.dumps, "null": "null"})
-    runtime.globals().package.preload.cjson = lambda *_: cjson
+    runtime.globals().package.loaded["cjson"] = cjson
     return runtime
+
+
+def part(lua: Any, name: str) -> Any:
+    """One of the program's files. Lua 5.4 also tells where it found it."""
+    found = lua.require(name)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def plain(value: Any) -> Any:
@@ -77,22 +83,24 @@ MANY = [{"model": "no"}] * 10
     ],
 )
 def test_the_model_of_a_body(lua: Any, body: str, expected: str) -> None:
-    found = lua.require("asked")[0].in_json(body)
+    found = part(lua, "asked").in_json(body)
     name, problem = found if isinstance(found, tuple) else (found, None)
     assert (problem or name) == expected
 
 
 def test_the_model_of_any_body(lua: Any) -> None:
     """What the search finds is what a reader of JSON finds."""
-    asked = lua.require("asked")[0]
+    asked = part(lua, "asked")
     chosen = random.Random(7)
 
     def value(depth: int) -> Any:
         kind = chosen.randrange(6 if depth else 3)
         if kind == 0:
-            return chosen.choice(["model", '"model":"no"', "\\", '\\"', "}{][", "", "x" * chosen.randrange(99)])
+            return chosen.choice(
+                ["model", '"model":"no"', "\\", '\\"', "}{][", "", "x" * chosen.randrange(99)]
+            )
         if kind == 1:
-            return chosen.choice([0, -1.5, True, None, 10**20])
+            return chosen.choice([0, -1.5, True, None, 1e20])
         if kind == 2:
             return "y" * chosen.choice([1, 66_000])
         if kind == 3:
@@ -108,9 +116,9 @@ def test_the_model_of_any_body(lua: Any) -> None:
         found = asked.in_json(text)
         expected = body.get("model")
         if isinstance(expected, str) and expected:
-            assert found == expected, text
+            assert found == expected, text[:300]
         else:
-            assert found == (None, "no_model"), text
+            assert found == (None, "no_model"), text[:300]
 
 
 WORKER = {"key": "", "weight": 1, "max_requests": 4, "on_demand": False, "state": "read", "cold": []}
@@ -123,7 +131,7 @@ def worker(warm: str = "", cold: str = "", **values: Any) -> dict[str, Any]:
 
 
 def planned(lua: Any, workers: list[dict[str, Any]], count: int = 8, former: Any = None) -> Any:
-    return lua.require("routes")[0].plan(lua.table_from(workers, recursive=True), count, former)
+    return part(lua, "routes").plan(lua.table_from(workers, recursive=True), count, former)
 
 
 def members(plan: Any, numbers: Any) -> list[Any]:
@@ -164,7 +172,8 @@ def test_models_of_the_same_workers_share_a_pool(lua: Any) -> None:
 def test_who_cannot_tell_is_told_apart_by_what_it_had(lua: Any) -> None:
     plan = planned(lua, [worker("a"), worker("b", state="failed"), worker(state="failed")])
     found = {
-        tuple(members(plan, lua.table_from([item.number]))[0]): plain(item.names) for item in plan.failed.values()
+        tuple(members(plan, lua.table_from([item.number]))[0]): plain(item.names)
+        for item in plan.failed.values()
     }
     assert found == {(2,): {"b": True}, (3,): None}
 
@@ -182,7 +191,7 @@ def test_a_pool_stays_with_its_models(lua: Any) -> None:
 
 def test_where_pools_do_not_suffice_some_workers_stand_for_all(lua: Any) -> None:
     plan = planned(lua, [worker("ab"), worker("b"), worker("c")], count=2)
-    assert plan.left_out == 2
+    assert plan.left_out == 1
     used = list(plan.pools.keys())
     assert len(used) == 2
     assert all(set(one) <= {1, 2} for one in members(plan, plan.models.b.warm))
@@ -204,13 +213,13 @@ def test_where_pools_do_not_suffice_some_workers_stand_for_all(lua: Any) -> None
     ],
 )
 def test_a_cap_is_shared_fairly(lua: Any, cap: int, demands: list[int], expected: list[int]) -> None:
-    shares = lua.require("routes")[0].shares(cap, lua.table_from(demands))
+    shares = part(lua, "routes").shares(cap, lua.table_from(demands))
     assert list(shares.values()) == expected
 
 
 def test_no_step_between_shares_exceeds_the_cap(lua: Any) -> None:
     """However requests come and go meanwhile."""
-    routes = lua.require("routes")[0]
+    routes = part(lua, "routes")
     chosen = random.Random(1)
     for _ in range(50):
         cap, pools = chosen.randint(1, 12), chosen.randint(2, 5)
@@ -256,7 +265,7 @@ LOOKS = {1: (2, 4, 8, 0), 2: (1, 0, 4, 0), 3: (0, 0, 0, 0), 4: (1, 9, 0, 5)}
 )
 def test_where_a_request_goes(lua: Any, route: Any, failed: list[Any], spill: int, expected: Any) -> None:
     plan = lua.table_from({"models": {"m": route} if route else {}, "failed": failed}, recursive=True)
-    assert lua.require("routes")[0].choose(plan, "m", spill, lambda number: LOOKS[number]) == expected
+    assert part(lua, "routes").choose(plan, "m", spill, lambda number: LOOKS[number]) == expected
 
 
 @pytest.mark.parametrize(
@@ -273,15 +282,20 @@ def test_where_a_request_goes(lua: Any, route: Any, failed: list[Any], spill: in
         ("/v1/models", '{"data":[{"id":""},{"id":7},{"name":"x"}]}', set(), set()),
         ("/api/ps", '{"models":[{"name":"a:latest"}]}', {"a:latest"}, set()),
         ("/api/tags", '{"models":[{"name":"a"}]}', {"a"}, set()),
-        ("/running", '{"running":[{"model":"a","state":"ready"},{"model":"b","state":"starting"}]}', {"a"}, {"b"}),
+        (
+            "/running",
+            '{"running":[{"model":"a","state":"ready"},{"model":"b","state":"starting"}]}',
+            {"a"},
+            {"b"},
+        ),
     ],
 )
 def test_what_a_worker_tells(lua: Any, place: str, text: str, loaded: set[str], others: set[str]) -> None:
-    found = lua.require("catalogue")[0].models_in(place, text)
+    found = part(lua, "catalogue").models_in(place, text)
     assert (set(found[0].keys()), set(found[1].keys())) == (loaded, others)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"error":"x"}', "<html>", '{"data":null}'])
 def test_what_is_no_list_is_no_empty_list(lua: Any, text: str) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011  (of Lua or of the reader of JSON)
-        lua.require("catalogue")[0].models_in("/v1/models", text)
+        part(lua, "catalogue").models_in("/v1/models", text)

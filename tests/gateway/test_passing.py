@@ -96,7 +96,7 @@ CREDENTIALS = {"authorization": "Bearer sk-the-clients-own", "x_api_key": "sk-th
 
 def test_the_workers_key_replaces_the_clients(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
     for path in (CHAT, "/v1/completions"):
-        assert gateway.ask("POST", path, {"model": MODEL}, **CREDENTIALS).status == 200
+        assert gateway.ask("POST", path, {"model": MODEL}, 15, **CREDENTIALS).status == 200
     for received in (
         spark_a.received + spark_b.received + spark_a.catalogue_requests + spark_b.catalogue_requests
     ):
@@ -105,7 +105,7 @@ def test_the_workers_key_replaces_the_clients(gateway: Gateway, spark_a: Worker,
 
 
 def test_without_a_key_none_is_sent(single: Gateway, spark_a: Worker) -> None:
-    assert single.ask("POST", CHAT, {"model": MODEL}, **CREDENTIALS).status == 200
+    assert single.ask("POST", CHAT, {"model": MODEL}, 15, **CREDENTIALS).status == 200
     for received in spark_a.received + spark_a.catalogue_requests:
         assert {"authorization", "x-api-key"} & set(received.headers) == set()
 
@@ -127,7 +127,7 @@ def test_a_request_keeps_its_id(single: Gateway, spark_a: Worker, chosen: str) -
 def test_a_request_gets_an_id(single: Gateway, spark_a: Worker, chosen: str | None) -> None:
     """Where it has none, or one that could do harm in a log."""
     headers = {} if chosen is None else {"x_request_id": chosen}
-    answer = single.ask("POST", CHAT, {"model": MODEL}, **headers)
+    answer = single.ask("POST", CHAT, {"model": MODEL}, 15, **headers)
     assert UUID.fullmatch(answer.headers["x-request-id"])
     assert answer.headers["x-request-id"] == spark_a.received[0].headers["x-request-id"]
 

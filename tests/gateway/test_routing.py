@@ -15,7 +15,7 @@ from tests.gateway.conftest import gateway_of
 from tests.gateway.rig import CHAT, MODEL, Clients, Gateway, Worker, answers, until
 
 MIB = 1 << 20
-TEXT = "It was a dark and \\ stormy night; \"model\": \"no-model\", said {she} [twice]. "
+TEXT = 'It was a dark and \\ stormy night; "model": "no-model", said {she} [twice]. '
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,7 @@ TEXT = "It was a dark and \\ stormy night; \"model\": \"no-model\", said {she} [
         ("coder", {"swap"}),
     ],
 )
-def test_a_request_reaches_those_that_have_its_model(
-    farm: Gateway, model: str, workers: set[str]
-) -> None:
+def test_a_request_reaches_those_that_have_its_model(farm: Gateway, model: str, workers: set[str]) -> None:
     served = [farm.chat(model=model) for _ in range(6)]
     assert {(answer.status, answer.served_by) for answer in served} == {(200, name) for name in workers}
 
@@ -239,14 +237,24 @@ def test_a_body_in_chunks_is_read_too(gateway: Gateway, chunk: int) -> None:
     "body",
     [b"", b"{", b"[]", b'"model"', b"[{}]", b'{"model": "model-a"', b"not json", b"\xff\xfe"],
 )
-def test_what_cannot_be_read_is_refused(gateway: Gateway, spark_a: Worker, spark_b: Worker, body: bytes) -> None:
+def test_what_cannot_be_read_is_refused(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker, body: bytes
+) -> None:
     answer = gateway.post(CHAT, body)
     assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_body")
     assert spark_a.received + spark_b.received == []
 
 
 @pytest.mark.parametrize(
-    "body", [b"{}", b'{"model": ""}', b'{"model": null}', b'{"model": 3}', b'{"models": "model-a"}', b'{"x": {"model": "model-a"}}']
+    "body",
+    [
+        b"{}",
+        b'{"model": ""}',
+        b'{"model": null}',
+        b'{"model": 3}',
+        b'{"models": "model-a"}',
+        b'{"x": {"model": "model-a"}}',
+    ],
 )
 def test_who_names_no_model_is_told(gateway: Gateway, body: bytes) -> None:
     answer = gateway.post(CHAT, body)
@@ -280,7 +288,9 @@ def test_a_form_without_a_model_is_refused(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_too_long_a_request_is_refused(gateway: Gateway, spark_a: Worker, spark_b: Worker, chunked: bool) -> None:
+def test_too_long_a_request_is_refused(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker, chunked: bool
+) -> None:
     body = body_with("last", MIB) + b" " * (3 * MIB + 100_000)
     answer = gateway.post(CHAT, iter([body]) if chunked else body)
     assert (answer.status, answer.json["error"]["code"]) == (413, "request_too_large")
