@@ -58,6 +58,7 @@ def test_no_live_worker_is_told_at_once(
         else:
             worker.health = {"loads": 503, "drains": 404}[fault]
     until(lambda: gateway.get("/health").status == 503, 2)
+    until(lambda: not gateway.takes("spark-a") and not gateway.takes("spark-b"), 1)
     for answer in (gateway.chat(), gateway.get("/v1/models")):
         assert answer.status == 503
         assert answer.seconds < 1

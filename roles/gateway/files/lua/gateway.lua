@@ -395,16 +395,16 @@ end)
 
 -- ---------------------------------------------------------------- requests
 
--- Has every worker that lives told, or failed to tell, what it has?
+-- Has every worker that lives told, or failed to tell, what it has? And how many have told it?
 local function is_settled()
-  local live = 0
+  local told = 0
   for _, worker in ipairs(workers) do
     if worker.state == "unread" then
       return false
     end
-    live = live + (worker.state ~= "down" and 1 or 0)
+    told = told + (worker.state == "read" and 1 or 0)
   end
-  return true, live
+  return true, told
 end
 
 -- The pool and class for a model; nil where there is none now.
@@ -428,8 +428,8 @@ local function is_unknown(model)
   if plan.models[model] then
     return false
   end
-  local settled, live = is_settled()
-  return settled and live > 0
+  local settled, told = is_settled()
+  return settled and told > 0
 end
 
 local function waiting_count()
@@ -530,12 +530,12 @@ local function decoded(text)
 end
 
 core.register_service("models", "http", function(applet)
-  local settled, live = is_settled()
+  local settled, told = is_settled()
   while not settled and now_ms() - started < FIRST_CHECK_MS do
     core.msleep(SHORTEST_MS)
-    settled, live = is_settled()
+    settled, told = is_settled()
   end
-  if live == 0 then
+  if told == 0 then
     local body = openai_error("No worker is live. Please try again later.", "server_error", "service_unavailable")
     return send(applet, 503, "application/json", body, { ["retry-after"] = string.format("%d", settings.retry_after) })
   end
