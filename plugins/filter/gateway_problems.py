@@ -204,6 +204,13 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
             )
         )
         _check_kind(label, worker, problems)
+        problems.number(
+            f"{label}: keep_alive",
+            worker.get("keep_alive", 0),
+            0,
+            86400,
+            "Seconds that it keeps an idle connection open; 0 where that is not known.",
+        )
         place = (worker.get("address"), port, health_port)
         if place in places:
             problems.append(

@@ -84,6 +84,11 @@ _value:
     health_path:
       description: Where its health is asked.
       type: str
+    keep_alive:
+      description: >-
+        Seconds that it keeps an idle connection open; 0 where that is not known. Of a Spark C(VLLM_HTTP_TIMEOUT_KEEP_ALIVE) of the engine's
+        environment.
+      type: float
     address:
       description: Its address. Of a Spark C(ansible_host), else its inventory name.
       type: str
@@ -106,6 +111,7 @@ _value:
       address: 192.0.2.11
       port: 8000
       health_path: /health
+      keep_alive: 5
       health_port: 9401
       max_requests: 12
 """
@@ -121,6 +127,10 @@ MAX_REQUESTS = 12
 # Kinds that load a model when they are asked for it, and where those tell their health that do not do it at /health.
 LOADS_ON_DEMAND = ("ollama", "llama_swap")
 HEALTH_PATHS = {"ollama": "/api/version"}
+
+# Seconds that vLLM keeps an idle connection (vllm/envs.py, 0.33), and the variable that changes it.
+KEEP_ALIVE = 5
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 
 
 def gateway_workers(
@@ -153,6 +163,16 @@ def gateway_workers(
             f"{prefix}max_requests": setting(spark, f"{prefix}max_requests")
             or of_mode.get("max_requests", MAX_REQUESTS),
         }
+        environments = (
+            presets[preset].get("environment"),
+            of_mode.get("environment"),
+            setting(spark, "vllm_environment"),
+            setting(spark, f"vllm_{mode}_environment"),
+        )
+        numbers[KEEP_ALIVE_VARIABLE] = KEEP_ALIVE
+        for environment in environments:
+            if isinstance(environment, Mapping) and KEEP_ALIVE_VARIABLE in environment:
+                numbers[KEEP_ALIVE_VARIABLE] = environment[KEEP_ALIVE_VARIABLE]
         for name, value in numbers.items():
             try:
                 numbers[name] = int(value)
@@ -160,7 +180,7 @@ def gateway_workers(
                 raise AnsibleFilterError(
                     f"{name} of {spark} is {value!r}; allowed is a whole number. Mend it in the inventory."
                 ) from None
-        port, health_port, max_requests = numbers.values()
+        port, health_port, max_requests, keep_alive = numbers.values()
         model = setting(spark, "vllm_served_model_name") or (presets[preset].get("model") or {}).get(
             "served_name"
         )
@@ -172,6 +192,7 @@ def gateway_workers(
             "address": str(setting(spark, "ansible_host") or spark),
             "port": port,
             "health_port": health_port,
+            "keep_alive": keep_alive,
             "max_requests": max_requests,
         }
 
@@ -209,6 +230,7 @@ def _completed(worker: Mapping[str, Any]) -> dict[str, Any]:
         "on_demand": kind in LOADS_ON_DEMAND,
         "weight": 1,
         "health_path": HEALTH_PATHS.get(kind, "/health"),
+        "keep_alive": KEEP_ALIVE if kind == "vllm" else 0,
         **({"health_port": worker["port"]} if "port" in worker else {}),
         **worker,
     }

@@ -73,6 +73,7 @@ _OF_THE_PAIR = ("gateway", "metrics", "log", "a", "a-agent", "a-tp-agent", "b", 
 _OF_OTHERS = ("box", "box-health", "swap", "swap-health", "embed", "embed-health")
 PORTS = {name: free_port() for name in (*_OF_THE_PAIR, *_OF_OTHERS)}
 SPARK_A = {
+    "keep_alive": 2,
     "name": "spark-a",
     "kind": "vllm",
     "models": [MODEL],
@@ -82,6 +83,7 @@ SPARK_A = {
     "max_requests": 12,
 }
 SPARK_B = {
+    "keep_alive": 2,
     "name": "spark-b",
     "kind": "vllm",
     "models": [MODEL],

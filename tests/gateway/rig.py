@@ -112,6 +112,9 @@ class Worker:
         self.models, self.loadable = [MODEL], list[str]()
         self.catalogue_fault = ""
         self.catalogue_requests: list[Received] = []
+        # Seconds after which it closes an idle connection, and how many connections it has had.
+        self.keep_alive: float | None = None
+        self.connections = 0
         self.received: list[Received] = []
         self.in_flight = self.most_in_flight = self.aborted = 0
         self._lock = threading.Lock()
@@ -170,6 +173,11 @@ class Worker:
         worker = self
 
         class Engine(_Handler):
+            def setup(self) -> None:
+                worker.connections += 1
+                self.timeout = worker.keep_alive
+                super().setup()
+
             def do_GET(self) -> None:
                 self.serve()
 

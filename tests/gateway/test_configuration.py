@@ -23,7 +23,7 @@ def test_haproxy_has_nothing_to_say(configurations: dict[str, Path], name: str) 
 def test_the_workers_come_from_the_group_of_sparks(configurations: dict[str, Path]) -> None:
     text = (configurations["default"] / "haproxy.cfg").read_text()
     text = text[text.index("backend pool1\n") : text.index("backend pool2\n")]
-    servers = re.findall(r"^    server (\S+) (\S+) port (\d+) maxconn (\d+)", text, re.MULTILINE)
+    servers = re.findall(r"^    server (\S+) (\S+) port (\d+) .*maxconn (\d+)", text, re.MULTILINE)
     assert servers == [
         ("spark-a", "192.0.2.11:8000", "9401", "12"),
         ("spark-b", "192.0.2.12:8000", "9401", "8"),

@@ -157,6 +157,29 @@ def test_a_worker_that_fails_and_is_healthy_comes_back_at_once(
     until(lambda: gateway.chat().status == 200, 3)
 
 
+def test_connections_to_a_worker_are_used_again(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    with gateway.kept_alive() as ask:
+        before = spark_a.connections + spark_b.connections
+        for _ in range(20):
+            assert ask("/v1/completions").status == 200
+        made = spark_a.connections + spark_b.connections - before
+    # Among them those that ask for the models.
+    assert made <= 8
+
+
+def test_no_request_is_sent_on_a_connection_that_is_being_closed(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker
+) -> None:
+    """Whatever the pause between two requests: the gateway closes an idle connection before the worker does."""
+    spark_a.keep_alive = spark_b.keep_alive = 2
+    with gateway.kept_alive() as ask:
+        statuses = []
+        for number in range(24):
+            statuses += [ask("/v1/completions").status for _ in range(2)]
+            time.sleep(0.2 * (number % 12) + 0.01)
+    assert set(statuses) == {200}
+
+
 def test_a_stream_cut_short_ends_visibly(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
     with gateway.stream(chunks=10, die_after=3) as answer, pytest.raises(http.client.IncompleteRead) as error:
         answer.read()

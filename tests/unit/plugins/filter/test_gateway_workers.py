@@ -35,6 +35,7 @@ OF_A_SPARK = {
     "on_demand": False,
     "weight": 1,
     "health_path": "/health",
+    "keep_alive": 5,
 }
 COPY_A = {
     **OF_A_SPARK,
@@ -113,6 +114,14 @@ HEAD_B = {**HEAD_A, "name": "b-tp", "host": "b", "address": "192.0.2.12"}
             id="a preset that states neither cap nor name",
         ),
         pytest.param(
+            {
+                "a": {**A, "vllm_environment": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}},
+                "b": {**B, "vllm_environment": {"OTHER": 1}},
+            },
+            [{**COPY_A, "keep_alive": 60}, COPY_B, {**HEAD_A, "keep_alive": 60}],
+            id="idle connections are kept longer",
+        ),
+        pytest.param(
             {"a": {**A, "vllm_served_model_name": "mine"}},
             [{**COPY_A, "models": ["mine"]}],
             id="a name of the owner's",
@@ -131,6 +140,7 @@ WHOLE_BOX = {
     "on_demand": True,
     "weight": 1,
     "health_path": "/api/version",
+    "keep_alive": 0,
     "health_port": 11434,
 }
 
@@ -153,6 +163,7 @@ WHOLE_BOX = {
                     "name": "x",
                     "host": "x",
                     "kind": "openai",
+                    "keep_alive": 0,
                     "models": [],
                     "address": "192.0.2.21",
                     "port": 80,
@@ -177,6 +188,7 @@ WHOLE_BOX = {
                     "name": "a",
                     "host": "a",
                     "kind": "openai",
+                    "keep_alive": 0,
                     "models": [],
                     "weight": 3,
                     "port": 1,
