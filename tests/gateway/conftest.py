@@ -70,7 +70,7 @@ class Ansible:
 
 # The API port of a Spark is the same in both modes; which mode it is, its agents' ports tell.
 _OF_THE_PAIR = ("gateway", "metrics", "log", "a", "a-agent", "a-tp-agent", "b", "b-agent")
-_OF_OTHERS = ("box", "box-health", "swap", "swap-health", "embed", "embed-health")
+_OF_OTHERS = ("box", "box-health", "swap", "swap-health", "embed")
 PORTS = {name: free_port() for name in (*_OF_THE_PAIR, *_OF_OTHERS)}
 SPARK_A = {
     "keep_alive": 2,
@@ -121,8 +121,9 @@ EMBED = {
     "kind": "openai",
     "key": "sk-the-embedders-own-key",
     "port": PORTS["embed"],
-    "health_port": PORTS["embed-health"],
 }
+# It answers for its health itself.
+del EMBED["health_port"]
 COMMON = {
     "gateway_sparks": [],
     "gateway_address": LOOPBACK,
@@ -287,7 +288,7 @@ def secured(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 def worker_of(name: str, **attributes: Any) -> Iterator[Worker]:
     """One of the further workers, with what is said of it."""
-    worker = Worker(name, PORTS[name], PORTS[f"{name}-health"])
+    worker = Worker(name, PORTS[name], PORTS.get(f"{name}-health", PORTS[name]))
     for attribute, value in attributes.items():
         setattr(worker, attribute, value)
     yield worker.start()

@@ -107,6 +107,7 @@ class Worker:
         self.name, self.port, self.health_port = name, port, health_port
         self.health = 200
         self.kind, self.health_path = "vllm", "/health"
+        self.health_delay = 0.0
         self.fails = False
         # What it has loaded and what it could load, told in the form of its kind; how it fails to tell; who asked.
         self.models, self.loadable = [MODEL], list[str]()
@@ -138,7 +139,9 @@ class Worker:
         self._api = self._end(self._api)
 
     def start_agent(self) -> None:
-        self._agent = self._serve(self.health_port, self._agent_handler())
+        """Nothing to do for a worker that answers for itself."""
+        if self.health_port != self.port:
+            self._agent = self._serve(self.health_port, self._agent_handler())
 
     def stop_agent(self) -> None:
         self._agent = self._end(self._agent)
@@ -159,13 +162,18 @@ class Worker:
             server.shutdown()
             server.server_close()
 
+    def tell_health(self, handler: _Handler) -> None:
+        time.sleep(self.health_delay)
+        handler.answer(
+            self.health if handler.path == self.health_path else 404, b"phase\n", connection="close"
+        )
+
     def _agent_handler(self) -> type[_Handler]:
         worker = self
 
         class Agent(_Handler):
             def do_GET(self) -> None:
-                status = worker.health if self.path == worker.health_path else 404
-                self.answer(status, b"phase\n", connection="close")
+                worker.tell_health(self)
 
         return Agent
 
@@ -175,8 +183,8 @@ class Worker:
         class Engine(_Handler):
             def setup(self) -> None:
                 worker.connections += 1
-                self.timeout = worker.keep_alive
                 super().setup()
+                self.connection.settimeout(worker.keep_alive)
 
             def do_GET(self) -> None:
                 self.serve()
@@ -185,6 +193,8 @@ class Worker:
 
             def serve(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
+                if self.command == "GET" and self.path == worker.health_path:
+                    return worker.tell_health(self)
                 if self.command == "GET" and self.path in CATALOGUES:
                     worker.catalogue_requests.append(Received(self.command, self.path, headers, {}))
                     return self.tell_models()

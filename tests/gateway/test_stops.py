@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.gateway.conftest import PORTS
-from tests.gateway.rig import Clients, Gateway, Worker, answers, until
+from tests.gateway.rig import Clients, Gateway, Worker, answers, free_port, until
 
 
 def test_a_draining_worker_finishes_and_gets_nothing_new(
@@ -229,6 +229,70 @@ def test_a_reload_does_not_cut_an_idle_client_off(gateway: Gateway, path: str) -
         late.append(get(path))
     assert {answer.status for answer in late} == {200}
     assert late[-2].headers["connection"] == "close"
+
+
+def test_who_is_too_busy_to_tell_its_health_stays(farm: Gateway, clients: Clients, embed: Worker) -> None:
+    """It is the only one that has the model."""
+    embed.health_delay = 4
+    held = clients.chats(2, model="embedder", seconds=7)
+    time.sleep(6)
+    assert farm.takes("embed")
+    assert farm.chat(model="embedder").status == 200
+    assert {answer.status for answer in answers(held)} == {200}
+
+
+def test_a_worker_that_flaps_is_counted_right(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    """It leaves and returns while it serves."""
+
+    def in_flight() -> list[float]:
+        pools = (f'proxy="pool{number}"' for number in range(1, 17))
+        name = "haproxy_server_current_sessions"
+        return [gateway.metric(name, "server", pool, 'server="spark-a"') for pool in pools]
+
+    with (
+        gateway.stream(chunks=150, interval=0.02) as first,
+        gateway.stream(chunks=150, interval=0.02) as second,
+    ):
+        for health in (503, 200) * 3:
+            spark_a.health = health
+            until(lambda: gateway.takes("spark-a") == (spark_a.health == 200), 3)
+            assert min(in_flight()) >= 0
+        for answer in (first, second):
+            assert answer.read().count(b"data: {") == 150
+    assert until(lambda: set(in_flight()) == {0}) < 2
+    # And gets its share again.
+    assert {gateway.chat().served_by for _ in range(4)} == {"spark-a", "spark-b"}
+
+
+def test_what_changes_elsewhere_leaves_the_balance_alone(farm: Gateway, embed: Worker) -> None:
+    served = []
+    for number in range(20):
+        embed.models = [f"embedder-{number}"]
+        served.append(farm.chat().served_by)
+        time.sleep(0.25)
+    assert served.count("spark-a") == served.count("spark-b") == 10
+
+
+def test_a_worker_that_moved_is_not_looked_for_where_it_was(
+    gateway: Gateway, spark_a: Worker, spark_b: Worker
+) -> None:
+    moved = Worker("spark-b", free_port(), PORTS["b-agent"])
+    configuration = gateway.directory / "haproxy.cfg"
+    before = configuration.read_text()
+    try:
+        configuration.write_text(before.replace(f":{spark_b.port} ", f":{moved.port} "))
+        moved.start_api()
+        gateway.reload()
+        until(lambda: gateway.takes("spark-b"))
+        time.sleep(0.2)  # for the last requests of the process before
+        spark_b.received.clear()
+        spark_b.catalogue_requests.clear()
+        assert {gateway.chat().status for _ in range(10)} == {200}
+        assert len(moved.received) == 5
+        assert spark_b.received == spark_b.catalogue_requests == []
+    finally:
+        configuration.write_text(before)
+        moved.stop_api()
 
 
 def test_a_reload_takes_a_new_key(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:

@@ -31,6 +31,7 @@ local AGAIN_MS = 100
 local PATIENCE_SECONDS = 2
 local FAILURES = 2
 local LONGEST_ANSWER = 4194304
+local UNREACHABLE = "no connection"
 -- How often caps are divided anew among the pools of a worker.
 local DIVIDE_MS = 50
 -- A held request looks for a worker this often; with many of them each can wait a little longer.
@@ -240,7 +241,7 @@ local function get(server, path, key)
     end
     return value
   end
-  must(socket:connect(address, tonumber(port)))
+  must(socket:connect(address, tonumber(port)), UNREACHABLE)
   local secret = key ~= "" and keys:lookup(key)
   must(socket:send(table.concat({
     "GET " .. path .. " HTTP/1.0",
@@ -353,8 +354,9 @@ local function look_at(worker)
     worker.next_read = now + READ_MS
   else
     worker.failures, worker.problem = worker.failures + 1, tostring(warm)
-    if worker.failures >= FAILURES and worker.state ~= "failed" then
-      worker.state, changed = "failed", true
+    local state = worker.problem == UNREACHABLE and "unreachable" or "failed"
+    if worker.failures >= FAILURES and worker.state ~= state then
+      worker.state, changed = state, true
       core.Warning(string.format("gateway: %s does not tell its models: %s", worker.name, worker.problem))
     end
     worker.next_read = now + (worker.state == "failed" and READ_MS or AGAIN_MS)
@@ -652,6 +654,7 @@ local STATES = {
   unread = "is being asked for its models",
   read = "live",
   failed = "live, does not tell its models",
+  unreachable = "live, but lets nobody in",
 }
 
 core.register_cli({ "show", "gateway" }, "show gateway: the workers, and who has which model", function(applet)

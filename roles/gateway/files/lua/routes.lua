@@ -5,7 +5,8 @@
 -- and its retries stay HAProxy's, within the members. Models that the same workers have share a pool.
 --
 -- A worker here is a table: name, key (which of the workers' keys it asks for), weight, max_requests, on_demand;
---   state   "down", "unread" (it has come back and has not told its models yet), "read", or "failed" (it cannot tell)
+--   state   "down", "unread" (it has come back and has not told its models yet), "read", "failed" (it cannot tell them), or
+--           "unreachable" (though its health is good)
 --   warm    name to true: the models that it has loaded, as it told last, or as the inventory announces them
 --   cold    name to true: those that it would load
 
