@@ -41,7 +41,6 @@ def arguments() -> argparse.Namespace:
         "--outage", type=float, help="seconds without a worker (default: 10 with --quick, else 60)"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--from-json", type=Path, help="measure nothing, print the tables of this file")
     options = parser.parse_args()
     options.only = options.only.split(",")
     options.measure = options.measure.split(",")
@@ -81,8 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     plan = (quick if options.quick else full)(options.outage or (10 if options.quick else 60))
     result |= {"versions": versions, "left_out": left_out, "plan": plan.__dict__}
     kinds: dict[str, list[dict[str, Any]]] = {
-        name: []
-        for name in ("throughput", "streaming", "return", "memory", "held", "stop", "growth")
+        name: [] for name in ("throughput", "streaming", "return", "memory", "held", "stop", "growth")
     }
     result |= kinds
     started = time.monotonic()
@@ -117,11 +115,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     options = arguments()
     try:
-        result = json.loads(options.from_json.read_text()) if options.from_json else measure(options)
+        result = measure(options)
     except OSError as problem:
         print(f"benchmarks/gateway/run: {problem}", file=sys.stderr)
         return 1
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(tables(result))
     return 0

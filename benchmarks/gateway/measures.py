@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway.gateways import OURS, Gateway, gateway
-from benchmarks.gateway.load import Stream, ask, client, open_loop, stream, wrk, write_body
+from benchmarks.gateway.gateways import OURS, Gateway, launched
+from benchmarks.gateway.load import Stream, ask, client, open_loop, stream, write_body, wrk
 from benchmarks.gateway.processes import wait_until
 from benchmarks.gateway.worker import Worker, careful_workers, fast_workers, healthy
 
@@ -67,13 +67,15 @@ class Bench:
     def _gateways(self, names: Sequence[str], ports: Sequence[int]) -> Iterator[list[Gateway]]:
         """All these gateways at once, in front of the same workers."""
         with contextlib.ExitStack() as stack:
-            started = []
-            for name in names:
-                try:
-                    started.append(stack.enter_context(gateway(name, self._folder(), ports)))
-                except RuntimeError as problem:
-                    self.left_out[name] = str(problem)
-            yield started
+            # The slowest to start comes last in the list, and starts while the others do.
+            started = [stack.enter_context(launched(name, self._folder(), ports)) for name in reversed(names)]
+            serving = []
+            for one in reversed(started):
+                if one.serves():
+                    serving.append(one)
+                elif one.program:
+                    self.left_out[one.name] = f"it does not serve: {one.program.last_words()}"
+            yield serving
 
     def throughput(self) -> Iterator[Record]:
         """Latency, requests a second and CPU by number of connections, size of the body and place of `model`."""
@@ -116,9 +118,15 @@ class Bench:
             ):
                 for one in gateways:
                     yield "memory", {"gateway": one.name, **asyncio.run(_memory(one, self.plan.streams))}
-                    yield "stop", {"gateway": one.name, **asyncio.run(_stop(one, workers[0], self.plan.stop_seconds))}
+                    yield (
+                        "stop",
+                        {"gateway": one.name, **asyncio.run(_stop(one, workers[0], self.plan.stop_seconds))},
+                    )
                     if name == OURS:
-                        yield "held", {"gateway": one.name, **asyncio.run(_held(one, workers, self.plan.streams))}
+                        yield (
+                            "held",
+                            {"gateway": one.name, **asyncio.run(_held(one, workers, self.plan.streams))},
+                        )
 
     def growth(self) -> Iterator[Record]:
         """Ours with more workers, and with more models."""
@@ -219,25 +227,35 @@ async def _memory(one: Gateway, count: int) -> Record:
     """Resident memory with nothing to do, and with so many streams open."""
     assert one.program
     idle = one.program.resident_mb()
-    begun = 0
+    begun: set[int] = set()
+    settled: set[int] = set()
+    all_settled = asyncio.Event()
 
-    def begin() -> None:
-        nonlocal begun
-        begun += 1
+    def settle(number: int) -> None:
+        settled.add(number)
+        if len(settled) == count:
+            all_settled.set()
+
+    async def user(number: int) -> None:
+        def begin() -> None:
+            begun.add(number)
+            settle(number)
+
+        await stream(session, one, {"chunks": 60, "interval": 2}, begin)
+        begun.discard(number)
+        settle(number)
 
     async with client() as session:
-        wanted = {"chunks": 60, "interval": 2}
-        tasks = [asyncio.create_task(stream(session, one, wanted, begin)) for _ in range(count)]
-        limit = time.monotonic() + 20
-        while begun < count and time.monotonic() < limit and not all(task.done() for task in tasks):
-            await asyncio.sleep(0.1)
+        tasks = [asyncio.create_task(user(number)) for number in range(count)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20):
+                await all_settled.wait()
         await asyncio.sleep(1)
-        resident = one.program.resident_mb()
-        still = begun - sum(task.done() for task in tasks)
+        resident, streams = one.program.resident_mb(), len(begun)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return {"idle_mb": idle, "streams": max(still, 0), "streaming_mb": resident}
+    return {"idle_mb": idle, "streams": streams, "streaming_mb": resident}
 
 
 async def _stop(one: Gateway, victim: Worker, seconds: float) -> Record:

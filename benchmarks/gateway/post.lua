@@ -16,7 +16,7 @@ function done(summary, latency)
   local errors = summary.errors
   print(string.format(
     '{"requests": %d, "seconds": %.6f, "p50_ms": %.4f, "p99_ms": %.4f, "errors": %d}',
-    summary.requests, summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
+    summary.requests - errors.status, summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
     errors.connect + errors.read + errors.write + errors.status + errors.timeout
   ))
 end

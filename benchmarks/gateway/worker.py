@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import multiprocessing.process
 import time
@@ -30,7 +31,13 @@ def model_list(count: int = 1) -> dict[str, Any]:
     return {
         "object": "list",
         "data": [
-            {"id": name, "object": "model", "created": 1700000000, "owned_by": "vllm", "max_model_len": 131072}
+            {
+                "id": name,
+                "object": "model",
+                "created": 1700000000,
+                "owned_by": "vllm",
+                "max_model_len": 131072,
+            }
             for name in names
         ],
     }
@@ -159,6 +166,8 @@ async def _models(_request: web.Request) -> web.Response:
 
 def serve(port: int) -> None:
     """Be a worker until killed."""
+    # One of the gateways tries other protocols first.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     application = web.Application(client_max_size=64_000_000)
     application.router.add_get("/health", _health)
     application.router.add_get("/v1/models", _models)
@@ -191,7 +200,7 @@ def careful_workers(count: int) -> Iterator[list[Worker]]:
     try:
         for worker in workers:
             worker.start()
-        if not all(wait_until(lambda port=worker.port: healthy(port), 10) for worker in workers):
+        if not wait_until(lambda: all(healthy(worker.port) for worker in workers), 10):
             raise RuntimeError("the workers do not start")
         yield workers
     finally:
