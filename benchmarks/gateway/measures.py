@@ -71,10 +71,14 @@ class Bench:
             started = [stack.enter_context(launched(name, self._folder(), ports)) for name in reversed(names)]
             serving = []
             for one in reversed(started):
-                if one.serves():
-                    serving.append(one)
-                elif one.program:
-                    self.left_out[one.name] = f"it does not serve: {one.program.last_words()}"
+                again = one
+                # On a busy machine the slowest may miss a time limit of its own.
+                if not one.serves():
+                    again = stack.enter_context(launched(one.name, self._folder(), ports))
+                if again is one or again.serves():
+                    serving.append(again)
+                elif again.program:
+                    self.left_out[one.name] = f"it did not serve once: {again.program.last_words()}"
             yield serving
 
     def throughput(self) -> Iterator[Record]:
@@ -103,9 +107,10 @@ class Bench:
             ):
                 if number == 0:
                     for round_number in range(self.plan.stream_rounds):
-                        for one in [Gateway(DIRECT, workers[0].port), *gateways]:
-                            found = asyncio.run(_streams(one))
-                            yield "streaming", {"gateway": one.name, "round": round_number, **found}
+                        direct = [Gateway(DIRECT, worker.port) for worker in workers]
+                        for targets in [direct, *([one] for one in gateways)]:
+                            found = asyncio.run(_streams(targets))
+                            yield "streaming", {"gateway": targets[0].name, "round": round_number, **found}
                 for found in asyncio.run(_return(gateways, workers, self.plan.outage, self.plan.watched)):
                     yield "return", {"round": number, **found}
 
@@ -160,11 +165,12 @@ class Bench:
                         }
 
 
-async def _streams(one: Gateway) -> Record:
+async def _streams(targets: Sequence[Gateway]) -> Record:
     """16 clients read 60 chunks each, 25 a second; a chunk's delay is from the worker's writing to the client's reading."""
     async with client() as session:
         wanted = {"chunks": 60, "interval": 0.04}
-        seen = await asyncio.gather(*(stream(session, one, wanted) for _ in range(16)))
+        users = (stream(session, targets[number % len(targets)], wanted) for number in range(16))
+        seen = await asyncio.gather(*users)
     delays = sorted(delay for each in seen for delay in each.delays_ms)
     verdicts = Counter(each.verdict(60) for each in seen)
     if len(delays) < 2:
