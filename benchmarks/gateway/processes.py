@@ -56,13 +56,14 @@ class Program:
     def family(self) -> list[int]:
         """The program's process and all that descend from it."""
         children: dict[int, list[int]] = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            # Processes end while they are looked at.
             with contextlib.suppress(OSError):
-                parent = int(_fields(path)[1])
-                children.setdefault(parent, []).append(int(path.parent.name))
+                parent = int(_fields(Path("/proc", pid, "stat"))[1])
+                children.setdefault(parent, []).append(int(pid))
         found = [self.process.pid]
-        for pid in found:
-            found += children.get(pid, [])
+        for process in found:
+            found += children.get(process, [])
         return found
 
     def cpu_seconds(self) -> float:
