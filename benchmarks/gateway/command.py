@@ -9,6 +9,8 @@ import os
 import platform
 import re
 import resource
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -74,11 +76,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # A thousand streams have two ends in this process's children and in the gateways.
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    # Where Debian keeps servers is not on every user's path.
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
     for command, package in (("wrk", "wrk"), ("nginx", "nginx-light")):
         need_command(command, package)
     versions, left_out = install(options.only)
     plan = (quick if options.quick else full)(options.outage or (10 if options.quick else 60))
-    result |= {"versions": versions, "left_out": left_out, "plan": plan.__dict__}
+    result |= {"versions": versions, "left_out": left_out, "problems": {}, "plan": plan.__dict__}
     kinds: dict[str, list[dict[str, Any]]] = {
         name: [] for name in ("throughput", "streaming", "return", "memory", "held", "stop", "growth")
     }
@@ -96,31 +100,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(plan, list(versions), Path(directory), left_out)
-        if "throughput" in options.measure:
-            for record in bench.throughput():
-                add("throughput", record)
-        if "streaming" in options.measure:
-            for kind, record in bench.streaming_and_return():
-                add(kind, record)
-        if "memory" in options.measure:
-            for kind, record in bench.memory_and_stop():
-                add(kind, record)
-        if "growth" in options.measure:
-            for record in bench.growth():
-                add("growth", record)
+        measurements = {
+            "throughput": bench.throughput,
+            "streaming": bench.streaming_and_return,
+            "memory": bench.memory_and_stop,
+            "growth": bench.growth,
+        }
+        for name in options.measure:
+            # One that breaks does not take the others' figures with it.
+            try:
+                for kind, record in measurements[name]():
+                    add(kind, record)
+            except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
+                result["problems"][name] = str(problem)
+    result["machine"]["load_average_at_end"] = os.getloadavg()[0]
     result["seconds"] = round(time.monotonic() - started)
     return result
 
 
 def main() -> int:
     options = arguments()
+    # End what was started when this is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         result = measure(options)
-    except OSError as problem:
+    except (OSError, subprocess.SubprocessError) as problem:
         print(f"benchmarks/gateway/run: {problem}", file=sys.stderr)
         return 1
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(tables(result))
-    return 0
+    return 1 if result["problems"] else 0

@@ -76,8 +76,6 @@ def _install_one(name: str) -> str:
 
 def need_command(command: str, package: str) -> None:
     """Install a Debian package where its command is missing."""
-    # Where Debian keeps servers is not on every user's path.
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
     if shutil.which(command):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):

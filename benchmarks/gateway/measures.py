@@ -81,7 +81,7 @@ class Bench:
                     self.left_out[one.name] = f"it did not serve once: {again.program.last_words()}"
             yield serving
 
-    def throughput(self) -> Iterator[Record]:
+    def throughput(self) -> Iterator[tuple[str, Record]]:
         """Latency, requests a second and CPU by number of connections, size of the body and place of `model`."""
         bodies = {}
         for _, size, first in self.plan.cases:
@@ -96,7 +96,7 @@ class Bench:
                     for one in [Gateway(DIRECT, ports[0]), *gateways]:
                         case = {"connections": connections, "bytes": size, "model_first": first}
                         found = wrk(one, connections, self.plan.wrk_seconds, bodies[size, first])
-                        yield {"gateway": one.name, "round": number, **case, **found}
+                        yield "throughput", {"gateway": one.name, "round": number, **case, **found}
 
     def streaming_and_return(self) -> Iterator[tuple[str, Record]]:
         """How late chunks arrive; then all workers go away and come back."""
@@ -133,7 +133,7 @@ class Bench:
                             {"gateway": one.name, **asyncio.run(_held(one, workers, self.plan.streams))},
                         )
 
-    def growth(self) -> Iterator[Record]:
+    def growth(self) -> Iterator[tuple[str, Record]]:
         """Ours with more workers, and with more models."""
         if OURS not in self.names:
             return
@@ -153,7 +153,7 @@ class Bench:
                     time.sleep(2)
                     idle = (one.program.cpu_seconds() - before) / 2
                     for number in range(self.plan.rounds):
-                        yield {
+                        record = {
                             "gateway": one.name,
                             "round": number,
                             "workers": workers,
@@ -163,6 +163,7 @@ class Bench:
                             "resident_mb": one.program.resident_mb(),
                             "list_of_models": wrk(one, 1, self.plan.wrk_seconds, None, "/v1/models"),
                         }
+                        yield "growth", record
 
 
 async def _streams(targets: Sequence[Gateway]) -> Record:

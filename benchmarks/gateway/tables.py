@@ -38,13 +38,15 @@ def _conditions(result: dict[str, Any]) -> str:
     machine, plan = result["machine"], result["plan"]
     lines = [
         f"- Machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}, "
-        f"Linux {machine['kernel']}; load average at the start {machine['load_average_at_start']:.2f}; "
+        f"Linux {machine['kernel']}; load average {machine['load_average_at_start']:.2f} at the start, "
+        f"{machine['load_average_at_end']:.2f} at the end; "
         f"{machine['date']}, {result['seconds']} s in all{' (--quick)' if result['quick'] else ''}",
         f"- Rounds: {plan['rounds']} of {plan['wrk_seconds']} s for requests, {plan['stream_rounds']} for streams, "
         f"{plan['returns']} for the return of workers, 1 for memory and for the death of a worker; medians",
         "- Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     ]
     lines += [f"- Left out: {name}: {' '.join(why.split())}" for name, why in result["left_out"].items()]
+    lines += [f"- Broken off: {name}: {' '.join(why.split())}" for name, why in result["problems"].items()]
     return "\n".join(lines)
 
 
