@@ -112,7 +112,7 @@ build: setup ## Build the collection into dist/
 
 ##@ More
 .PHONY: benchmark help
-benchmark: setup ## The gateway beside its peers, on this machine: a few minutes, FULL=1 takes about 25
+benchmark: setup ## The gateway beside its peers, on this machine; FULL=1 takes about 25 minutes
 	@$(STEP) benchmark benchmarks/gateway/run $(if $(FULL),,--quick) --json dist/gateway-benchmark.json
 
 help: ## This list

@@ -28,7 +28,7 @@ WORKERS_KEY = f"sk-{secrets.token_hex(32)}"
 HEADERS = {"authorization": f"Bearer {CLIENT_KEY}", "content-type": "application/json"}
 CACHE = Path(os.environ.get("TWOSPARK_CACHE", Path.home() / ".cache/twospark")) / "benchmarks"
 
-# Direct means no gateway at all; then ours, and from the nearest to the farthest.
+# By their command: the Debian package of each, or what pip installs, which the tables were made with.
 SYSTEM_PEERS = {"haproxy": "haproxy", "nginx": "nginx-light"}
 PYTHON_PEERS = {
     "vllm-router": "vllm-router==0.1.17",
@@ -59,14 +59,15 @@ def _install_one(name: str) -> str:
         found = re.search(r"(?:version |nginx/)(\S+)", said.stdout + said.stderr)
         return found[1] if found else "of unknown version"
     home = CACHE / name
-    if not (home / "complete").exists():
+    complete = home / "complete"
+    if not complete.exists() or complete.read_text() != PYTHON_PEERS[name]:
         print(f"installing {name} into {home}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
         pip = [str(home / "bin/pip"), "install", "--quiet", "--disable-pip-version-check", PYTHON_PEERS[name]]
         done = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=900)
         if done.returncode:
-            raise OSError(f"pip: {done.stderr.strip()[-250:]}")
-        (home / "complete").touch()
+            raise OSError(f"pip: {done.stderr.strip().splitlines()[-1]}")
+        complete.write_text(PYTHON_PEERS[name])
     package = re.split(r"[\[=]", PYTHON_PEERS[name])[0]
     ask = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run(

@@ -43,6 +43,7 @@ def _conditions(result: dict[str, Any]) -> str:
         f"{machine['date']}, {result['seconds']} s in all{' (--quick)' if result['quick'] else ''}",
         f"- Rounds: {plan['rounds']} of {plan['wrk_seconds']} s for requests, {plan['stream_rounds']} for streams, "
         f"{plan['returns']} for the return of workers, 1 for memory and for the death of a worker; medians",
+        "- Added is against the direct way to a worker, in the same round; below zero it is noise. Load at the end is the benchmark's own, too",
         "- Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     ]
     lines += [f"- Left out: {name}: {' '.join(why.split())}" for name, why in result["left_out"].items()]
