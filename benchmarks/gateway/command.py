@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             try:
                 for kind, record in measurements[name]():
                     add(kind, record)
-            except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
+            except (AssertionError, OSError, RuntimeError, subprocess.SubprocessError) as problem:
                 result["problems"][name] = str(problem)
     result["machine"]["load_average_at_end"] = os.getloadavg()[0]
     result["seconds"] = round(time.monotonic() - started)

@@ -34,11 +34,11 @@ def write_body(path: Path, size: int, model_first: bool) -> None:
 
 
 def wrk(
-    gateway: Gateway, connections: int, seconds: float, body: Path | None, path: str = CHAT
+    gateway: Gateway, connections: int, seconds: int, body: Path | None, path: str = CHAT
 ) -> dict[str, Any]:
     """Ask on so many connections, each again as soon as it has its answer; what wrk found, and CPU per request."""
     before = gateway.program.cpu_seconds() if gateway.program else 0.0
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "20s", "-s", str(_SCRIPT)]
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "20s", "-s", str(_SCRIPT)]
     command += [f"http://{LOOPBACK}:{gateway.port}", "--", "POST" if body else "GET", path, str(body or "")]
     done = subprocess.run([*command, CLIENT_KEY], capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
