@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway.gateways import ALL, install, need_command
+from benchmarks.gateway.gateways import ALL, CACHE, install, need_command
 from benchmarks.gateway.measures import Bench, full, quick
 from benchmarks.gateway.tables import tables
 
@@ -80,6 +81,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     for command, package in (("wrk", "wrk"), ("nginx", "nginx-light")):
         need_command(command, package)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # Two at a time would measure each other, and take each other's ports.
+    lock = (CACHE / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError("another benchmark runs on this machine") from None
     versions, left_out = install(options.only)
     plan = (quick if options.quick else full)(options.outage or (10 if options.quick else 60))
     result |= {"versions": versions, "left_out": left_out, "problems": {}, "plan": plan.__dict__}

@@ -40,7 +40,16 @@ def wrk(
     before = gateway.program.cpu_seconds() if gateway.program else 0.0
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "20s", "-s", str(_SCRIPT)]
     command += [f"http://{LOOPBACK}:{gateway.port}", "--", "POST" if body else "GET", path, str(body or "")]
-    done = subprocess.run([*command, CLIENT_KEY], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, CLIENT_KEY], capture_output=True, text=True, check=False)
+    if done.returncode:
+        # It cannot connect: the gateway has died.
+        return {
+            "requests": 0,
+            "seconds": seconds,
+            "per_second": 0.0,
+            "errors": 1,
+            "problem": done.stdout[-300:],
+        }
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     found["per_second"] = found["requests"] / found["seconds"]
     if gateway.program and found["requests"]:

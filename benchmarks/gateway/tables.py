@@ -119,8 +119,8 @@ def _throughput(records: Sequence[Record]) -> Iterator[Figure]:
         for (connections, size, first), some in by_case.items():
             if connections > 1:
                 values = _medians(
-                    [record for record in some if record["gateway"] != DIRECT],
-                    lambda record, key=key: record.get(key),  # type: ignore[misc]
+                    [record for record in some if record["gateway"] != DIRECT and key in record],
+                    lambda record, key=key: record[key],  # type: ignore[misc]
                 )
                 place = "first" if first else "last"
                 yield Figure(f"{name}, {size // 1000} kB, model {place}", less, values)
