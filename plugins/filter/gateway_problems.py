@@ -43,7 +43,7 @@ _value:
   description: A text for each problem; empty when all is well.
   type: list
   elements: str
-  sample: ["gateway_workers: spark-a and spark-b have the same name 'a'; give each worker its own."]
+  sample: ["gateway_workers (spark-a): the name is taken; give each worker its own."]
 """
 
 import hashlib
@@ -51,11 +51,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ansible_collections.twospark.serving.plugins.filter.gateway_workers import LOADS_ON_DEMAND
 from ansible_collections.twospark.serving.plugins.module_utils._plan import Problems
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]+")
 ADDRESS = re.compile(r"[A-Za-z0-9_.:-]+")
 PATH = re.compile(r"/[A-Za-z0-9._~/-]*\*?")
+MODEL = re.compile(r"[^\s\x00-\x1f](.*[^\s\x00-\x1f])?")
+KINDS = ("vllm", "openai", "llama_cpp", *LOADS_ON_DEMAND)
 # A bearer token (RFC 6750, 2.1): anything else cannot stand in the header.
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
@@ -84,6 +87,13 @@ NUMBERS = {
     "retry_after": (1, 86400, "Seconds after which a refused client shall come again."),
     "max_connections": (16, 1000000, "Connections that the gateway holds at once."),
     "threads": (1, 64, "Threads of the gateway; two suffice."),
+    "max_body_mib": (1, 64, "MiB that a request may have; each one that waits may take as much memory."),
+    "pools": (1, 256, "Sets of workers with the same models that the gateway can tell apart."),
+    "spill_after": (
+        0,
+        65535,
+        "Requests that wait before a worker may load a model that others have loaded; 0 lets them wait.",
+    ),
 }
 
 
@@ -131,6 +141,7 @@ def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> li
                 f"gateway_paths has {path!r}; allowed is a path like /v1/completions, or the beginning of paths like /v1/audio/*."
             )
     _check_workers(settings.get("workers") or [], problems)
+    _check_aliases(problems.mapping("gateway_aliases", settings.get("aliases")), problems)
     _check_clients(settings.get("clients") or [], str(settings.get("api_key") or ""), problems)
     _check_ports(settings, numbers, host, address, problems)
     return problems
@@ -142,21 +153,19 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
             "gateway_workers is empty; allowed is one worker or more. Put a host into group sparks, or list the workers."
         )
         return
-    names: dict[str, int] = {}
+    names: set[str] = set()
     places: dict[tuple[Any, ...], str] = {}
     weights = []
-    for index, worker in enumerate(workers):
+    for worker in workers:
         name = str(worker.get("name"))
-        label = f"gateway_workers[{index}] ({name})"
+        label = f"gateway_workers ({name})"
         if not NAME.fullmatch(name):
             problems.append(
                 f"{label}: name is {name!r}; allowed are letters, digits and _.:- in it. Rename the worker."
             )
         if name in names:
-            problems.append(
-                f"{label}: name is taken by gateway_workers[{names[name]}]; give each worker its own."
-            )
-        names.setdefault(name, index)
+            problems.append(f"{label}: the name is taken; give each worker its own.")
+        names.add(name)
         if not NAME.fullmatch(str(worker.get("host", name))):
             problems.append(
                 f"{label}: host is {worker['host']!r}; allowed are letters, digits and _.:- in it."
@@ -173,7 +182,7 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
             worker.get("health_port", port),
             1,
             65535,
-            "The port that answers GET /health.",
+            "The port that answers for its health.",
             whole=True,
         )
         problems.number(
@@ -194,6 +203,14 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
                 whole=True,
             )
         )
+        _check_kind(label, worker, problems)
+        problems.number(
+            f"{label}: keep_alive",
+            worker.get("keep_alive", 0),
+            0,
+            86400,
+            "Seconds that it keeps an idle connection open; 0 where that is not known.",
+        )
         place = (worker.get("address"), port, health_port)
         if place in places:
             problems.append(
@@ -204,6 +221,42 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
         problems.append(
             "gateway_workers: every weight is 0, so none would get a request. Give one a weight from 1 to 256."
         )
+
+
+def _check_kind(label: str, worker: Mapping[str, Any], problems: Problems) -> None:
+    """What a worker speaks, and what it is expected to have."""
+    kind = worker.get("kind", "openai")
+    if kind not in KINDS:
+        problems.append(
+            f"{label}: kind is {kind!r}; allowed are {', '.join(KINDS)}. Take openai for any other that lists its models at /v1/models."
+        )
+    path = str(worker.get("health_path", "/health"))
+    if not PATH.fullmatch(path) or path.endswith("*"):
+        problems.append(f"{label}: health_path is {path!r}; allowed is a path like /health.")
+    if worker.get("key") and not TOKEN.fullmatch(str(worker["key"])):
+        problems.append(
+            f"{label}: key has a character that a bearer token cannot have; allowed are letters, digits and -._~+/ with = at the end."
+        )
+    if problems.truth(f"{label}: on_demand", worker.get("on_demand", False)) and kind not in LOADS_ON_DEMAND:
+        problems.append(
+            f"{label}: on_demand is true; allowed is that for {' and '.join(LOADS_ON_DEMAND)}, since {kind} does not load a model when "
+            "it is asked for it. Take it out."
+        )
+    for model in worker.get("models") or []:
+        if not MODEL.fullmatch(str(model)):
+            problems.append(f"{label}: models has {model!r}; allowed is a model's name, as it tells it.")
+
+
+def _check_aliases(aliases: Mapping[str, Any], problems: Problems) -> None:
+    for alias, model in aliases.items():
+        if not MODEL.fullmatch(str(alias)) or not MODEL.fullmatch(str(model)):
+            problems.append(
+                f"gateway_aliases has {alias!r}: {model!r}; allowed are two names of models, like chat: qwen3.8-flash-next."
+            )
+        elif model in aliases:
+            problems.append(
+                f"gateway_aliases has {alias!r}: {model!r}, which is an alias too; allowed is the name of a model. Name that one."
+            )
 
 
 def _check_clients(clients: list[Mapping[str, Any]], operators_key: str, problems: Problems) -> None:

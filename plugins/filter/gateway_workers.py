@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
-"""The workers that a gateway stands in front of, worked out from the inventory's Sparks."""
+"""The workers that a gateway stands in front of, worked out from the inventory's Sparks and from a list of further ones."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 name: gateway_workers
-short_description: The workers of a group of Sparks
+short_description: The workers of a gateway
 version_added: 0.1.0
 author: The twospark.serving maintainers
 description:
-  - Lists what a gateway sends requests to; the copy of each Spark, and the head of the pair that serves in mode V(tp).
+  - Lists what a gateway sends requests to; the copy of each Spark, the head of the pair that serves in mode V(tp), and
+    what is listed besides.
   - A value is taken from the Spark's inventory variables, else from its preset, else from the defaults.
   - The head of the pair is left out where mode V(tp) cannot be; C(vllm_tp_hosts) must name two Sparks
     (default the first two), each with a C(fabric_address).
-positional: _input, hostvars, defaults, presets
+  - A further worker that has the name of a Spark's replaces what is said of that one.
+positional: _input, hostvars, defaults, presets, further
 options:
   _input:
     description: Inventory names of the Sparks.
@@ -33,6 +35,11 @@ options:
     description: Content of each preset that C(vllm_preset) of a Spark names.
     type: dict
     required: true
+  further:
+    description: Further workers, as in C(gateway_workers) of the role C(gateway).
+    type: list
+    elements: dict
+    default: []
 """
 
 EXAMPLES = r"""
@@ -51,18 +58,39 @@ EXAMPLES = r"""
 
 RETURN = r"""
 _value:
-  description: One mapping a worker, the copies in the order of the Sparks, then the head of the pair.
+  description: One mapping a worker, the copies in the order of the Sparks, then the head of the pair, then the further ones.
   type: list
   elements: dict
   contains:
     name:
-      description: The Spark's inventory name; for the head of the pair C(-tp) is added.
+      description: Its name. For a copy the Spark's inventory name; for the head of the pair C(-tp) is added.
       type: str
     host:
-      description: The Spark's inventory name.
+      description: The machine's name. For a Spark its inventory name.
       type: str
+    kind:
+      description: How it tells its models. V(vllm) for a Spark, else V(openai) where nothing is said.
+      type: str
+    models:
+      description: The models that it is expected to have.
+      type: list
+      elements: str
+    on_demand:
+      description: Whether it may be asked for a model that it would have to load. By default where its kind can.
+      type: bool
+    weight:
+      description: Its share against that of the others, by default 1.
+      type: int
+    health_path:
+      description: Where its health is asked.
+      type: str
+    keep_alive:
+      description: >-
+        Seconds that it keeps an idle connection open; 0 where that is not known. Of a Spark C(VLLM_HTTP_TIMEOUT_KEEP_ALIVE) of the engine's
+        environment.
+      type: float
     address:
-      description: C(ansible_host) of the Spark, else its inventory name.
+      description: Its address. Of a Spark C(ansible_host), else its inventory name.
       type: str
     port:
       description: Port of the engine's API.
@@ -74,8 +102,18 @@ _value:
       description: Requests that the worker takes at once.
       type: int
   sample:
-    - {name: spark-a, host: spark-a, address: 192.0.2.11, port: 8000, health_port: 9401, max_requests: 12}
-    - {name: spark-a-tp, host: spark-a, address: 192.0.2.11, port: 8000, health_port: 9402, max_requests: 4}
+    - name: spark-a
+      host: spark-a
+      kind: vllm
+      models: [qwen3.8-flash-next]
+      on_demand: false
+      weight: 1
+      address: 192.0.2.11
+      port: 8000
+      health_path: /health
+      keep_alive: 5
+      health_port: 9401
+      max_requests: 12
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,14 +124,23 @@ from ansible.errors import AnsibleFilterError
 # An engine's own limit where neither inventory nor preset states one; the same in the role vllm.
 MAX_REQUESTS = 12
 
+# Kinds that load a model when they are asked for it, and where those tell their health that do not do it at /health.
+LOADS_ON_DEMAND = ("ollama", "llama_swap")
+HEALTH_PATHS = {"ollama": "/api/version"}
+
+# Seconds that vLLM keeps an idle connection (vllm/envs.py, 0.33), and the variable that changes it.
+KEEP_ALIVE = 5
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+
 
 def gateway_workers(
     sparks: Sequence[str],
     hostvars: Mapping[str, Mapping[str, Any]],
     defaults: Mapping[str, Any],
     presets: Mapping[str, Mapping[str, Any]],
+    further: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """List the workers of ``sparks``; see DOCUMENTATION.
+    """List the workers of ``sparks`` and the ``further`` ones; see DOCUMENTATION.
 
     Raises AnsibleFilterError, which names host and variable, where a value cannot be used.
     """
@@ -116,6 +163,16 @@ def gateway_workers(
             f"{prefix}max_requests": setting(spark, f"{prefix}max_requests")
             or of_mode.get("max_requests", MAX_REQUESTS),
         }
+        environments = (
+            presets[preset].get("environment"),
+            of_mode.get("environment"),
+            setting(spark, "vllm_environment"),
+            setting(spark, f"vllm_{mode}_environment"),
+        )
+        numbers[KEEP_ALIVE_VARIABLE] = KEEP_ALIVE
+        for environment in environments:
+            if isinstance(environment, Mapping) and KEEP_ALIVE_VARIABLE in environment:
+                numbers[KEEP_ALIVE_VARIABLE] = environment[KEEP_ALIVE_VARIABLE]
         for name, value in numbers.items():
             try:
                 numbers[name] = int(value)
@@ -123,13 +180,19 @@ def gateway_workers(
                 raise AnsibleFilterError(
                     f"{name} of {spark} is {value!r}; allowed is a whole number. Mend it in the inventory."
                 ) from None
-        port, health_port, max_requests = numbers.values()
+        port, health_port, max_requests, keep_alive = numbers.values()
+        model = setting(spark, "vllm_served_model_name") or (presets[preset].get("model") or {}).get(
+            "served_name"
+        )
         return {
             "name": f"{spark}-tp" if mode == "tp" else spark,
             "host": spark,
+            "kind": "vllm",
+            "models": [str(model)] if model else [],
             "address": str(setting(spark, "ansible_host") or spark),
             "port": port,
             "health_port": health_port,
+            "keep_alive": keep_alive,
             "max_requests": max_requests,
         }
 
@@ -137,7 +200,40 @@ def gateway_workers(
     pair = _pair(sparks, hostvars)
     if len(pair) == 2 and all(hostvars[spark].get("fabric_address") for spark in pair):
         workers.append(worker(pair[0], "tp"))
-    return workers
+    return [_completed(worker) for worker in _joined(workers, further)]
+
+
+def _joined(
+    workers: Sequence[dict[str, Any]], further: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The Sparks' workers with what is said of them besides, and the others; a name given twice stays so, to be found."""
+    besides = {str(worker.get("name")): worker for worker in reversed(further)}
+    own = {worker["name"] for worker in workers}
+    used = [besides[name] for name in own & set(besides)]
+    return [
+        *({**worker, **_stated(besides.get(worker["name"], {}))} for worker in workers),
+        *(_stated(worker) for worker in further if not any(worker is one for one in used)),
+    ]
+
+
+def _stated(worker: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in worker.items() if value is not None}
+
+
+def _completed(worker: Mapping[str, Any]) -> dict[str, Any]:
+    """Each value that has a default."""
+    kind = str(worker.get("kind", "openai"))
+    return {
+        "host": worker.get("name"),
+        "kind": kind,
+        "models": [],
+        "on_demand": kind in LOADS_ON_DEMAND,
+        "weight": 1,
+        "health_path": HEALTH_PATHS.get(kind, "/health"),
+        "keep_alive": KEEP_ALIVE if kind == "vllm" else 0,
+        **({"health_port": worker["port"]} if "port" in worker else {}),
+        **worker,
+    }
 
 
 def _pair(sparks: Sequence[str], hostvars: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.gateway.rig import LOOPBACK, Clients, Gateway, Worker, free_port, until  # noqa: E402  (found through the line above)
+from tests.gateway.rig import LOOPBACK, MODEL, Clients, Gateway, Worker, free_port, until  # noqa: E402  (found through the line above)
 
 # Where HAProxy gives up its rights; an ordinary user has none to give up.
 RIGHTS = re.compile(r"^    (chroot|user|group) .*\n", re.MULTILINE)
@@ -69,18 +69,24 @@ class Ansible:
 
 
 # The API port of a Spark is the same in both modes; which mode it is, its agents' ports tell.
-PORTS = {
-    name: free_port() for name in ("gateway", "metrics", "log", "a", "a-agent", "a-tp-agent", "b", "b-agent")
-}
+_OF_THE_PAIR = ("gateway", "metrics", "log", "a", "a-agent", "a-tp-agent", "b", "b-agent")
+_OF_OTHERS = ("box", "box-health", "swap", "swap-health", "embed", "embed-health")
+PORTS = {name: free_port() for name in (*_OF_THE_PAIR, *_OF_OTHERS)}
 SPARK_A = {
+    "keep_alive": 2,
     "name": "spark-a",
+    "kind": "vllm",
+    "models": [MODEL],
     "address": LOOPBACK,
     "port": PORTS["a"],
     "health_port": PORTS["a-agent"],
     "max_requests": 12,
 }
 SPARK_B = {
+    "keep_alive": 2,
     "name": "spark-b",
+    "kind": "vllm",
+    "models": [MODEL],
     "address": LOOPBACK,
     "port": PORTS["b"],
     "health_port": PORTS["b-agent"],
@@ -93,7 +99,32 @@ HEAD = {
     "health_port": PORTS["a-tp-agent"],
     "max_requests": 4,
 }
+# Further workers: of two kinds that load on demand, and one that has a key of its own.
+BOX = {
+    "name": "box",
+    "kind": "ollama",
+    "address": LOOPBACK,
+    "port": PORTS["box"],
+    "health_port": PORTS["box-health"],
+    "max_requests": 4,
+}
+SWAP = {
+    **BOX,
+    "name": "swap",
+    "kind": "llama_swap",
+    "port": PORTS["swap"],
+    "health_port": PORTS["swap-health"],
+}
+EMBED = {
+    **BOX,
+    "name": "embed",
+    "kind": "openai",
+    "key": "sk-the-embedders-own-key",
+    "port": PORTS["embed"],
+    "health_port": PORTS["embed-health"],
+}
 COMMON = {
+    "gateway_sparks": [],
     "gateway_address": LOOPBACK,
     "gateway_port": PORTS["gateway"],
     "gateway_metrics_port": PORTS["metrics"],
@@ -130,6 +161,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     # The same, and requests are held for a while when none of them lives.
     "holding": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_hold_seconds": 4},
+    # A pair and others, one model under two names, and what waits may spill over.
+    "farm": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B, BOX, SWAP, EMBED],
+        "gateway_api_key": "sk-the-workers-key",
+        "gateway_hold_seconds": 2,
+        "gateway_aliases": {"chat": MODEL},
+        "gateway_spill_after": 3,
+    },
+    # Fewer pools than there are sets of workers.
+    "crowded": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B, BOX],
+        "gateway_hold_seconds": 0,
+        "gateway_pools": 2,
+    },
+    # Long requests.
+    "long": {**COMMON, "gateway_workers": [SPARK_A], "gateway_max_body_mib": 32, "gateway_hold_seconds": 0},
     # One worker that takes one request at a time, no key, and little patience.
     "single": {
         **COMMON,
@@ -175,7 +224,9 @@ def render(ansible: Ansible, gateways: dict[str, Any], sparks: dict[str, Any]) -
         __gateway_keys="{{ directory }}/{{ inventory_hostname }}/keys.map",
         __gateway_client_keys="{{ directory }}/{{ inventory_hostname }}/clients.map",
         __gateway_hold_map="{{ directory }}/{{ inventory_hostname }}/hold.map",
-        __gateway_hold_program=str(ROOT / "roles/gateway/files/hold.lua"),
+        __gateway_health_paths="{{ directory }}/{{ inventory_hostname }}/health.map",
+        __gateway_routing="{{ directory }}/{{ inventory_hostname }}/routing.json",
+        __gateway_program_folder=str(ROOT / "roles/gateway/files/lua"),
         __gateway_socket="{{ directory }}/{{ inventory_hostname }}/admin.sock",
         __gateway_vllm=str(ROOT / "roles/vllm"),
     )
@@ -240,6 +291,58 @@ def secured(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
         yield gateway
 
 
+def worker_of(name: str, **attributes: Any) -> Iterator[Worker]:
+    """One of the further workers, with what is said of it."""
+    worker = Worker(name, PORTS[name], PORTS[f"{name}-health"])
+    for attribute, value in attributes.items():
+        setattr(worker, attribute, value)
+    yield worker.start()
+    worker.stop()
+
+
+@pytest.fixture
+def box() -> Iterator[Worker]:
+    """An Ollama with one model loaded and one that it could load."""
+    yield from worker_of(
+        "box", kind="ollama", health_path="/api/version", models=["small:latest"], loadable=["large:70b"]
+    )
+
+
+@pytest.fixture
+def swap() -> Iterator[Worker]:
+    """A llama-swap that has nothing loaded."""
+    yield from worker_of("swap", kind="llama_swap", models=[], loadable=["coder", MODEL])
+
+
+@pytest.fixture
+def embed() -> Iterator[Worker]:
+    """A server of embeddings."""
+    yield from worker_of("embed", kind="openai", models=["embedder"])
+
+
+@pytest.fixture
+def farm(
+    configurations: dict[str, Path],
+    spark_a: Worker,
+    spark_b: Worker,
+    box: Worker,
+    swap: Worker,
+    embed: Worker,
+) -> Iterator[Gateway]:
+    """In front of workers of all kinds."""
+    with gateway_of(configurations["farm"]).running() as gateway:
+        until(lambda: all(gateway.takes(name) for name in ("spark-a", "spark-b", "box", "swap", "embed")))
+        yield gateway
+
+
+@pytest.fixture
+def long(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
+    """In front of one worker, for requests of up to 32 MiB."""
+    with gateway_of(configurations["long"]).running() as gateway:
+        until(lambda: gateway.takes("spark-a"))
+        yield gateway
+
+
 @pytest.fixture
 def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
     """In front of two copies that load, and with a wait for that."""
@@ -266,9 +369,15 @@ def patient(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gatewa
 @pytest.fixture
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """Of the gateway that the test uses."""
-    (name,) = {"gateway", "holding", "keyed", "secured", "single", "patient"} & set(request.fixturenames) or {
-        "gateway"
-    }
+    (name,) = {
+        "farm",
+        "gateway",
+        "holding",
+        "keyed",
+        "secured",
+        "single",
+        "patient",
+    } & set(request.fixturenames) or {"gateway"}
     clients = Clients(request.getfixturevalue(name))
     yield clients
     clients.close()

@@ -26,6 +26,8 @@ from typing import Any
 LOOPBACK = "127.0.0.1"
 HAPROXY = os.environ.get("HAPROXY", "haproxy")
 CHAT = "/v1/chat/completions"
+# What a worker has where a test says nothing else.
+MODEL = "model-a"
 
 
 # Each suite, and each of its parallel processes, has ports of its own; none is given twice soon.
@@ -104,7 +106,15 @@ class Worker:
     def __init__(self, name: str, port: int, health_port: int) -> None:
         self.name, self.port, self.health_port = name, port, health_port
         self.health = 200
+        self.kind, self.health_path = "vllm", "/health"
         self.fails = False
+        # What it has loaded and what it could load, told in the form of its kind; how it fails to tell; who asked.
+        self.models, self.loadable = [MODEL], list[str]()
+        self.catalogue_fault = ""
+        self.catalogue_requests: list[Received] = []
+        # Seconds after which it closes an idle connection, and how many connections it has had.
+        self.keep_alive: float | None = None
+        self.connections = 0
         self.received: list[Received] = []
         self.in_flight = self.most_in_flight = self.aborted = 0
         self._lock = threading.Lock()
@@ -137,10 +147,6 @@ class Worker:
         """Let so many of the requests that wait for it (``hold``) be answered."""
         self._released.release(requests)
 
-    @property
-    def completions(self) -> list[Received]:
-        return [request for request in self.received if not request.path.startswith("/v1/models")]
-
     @staticmethod
     def _serve(port: int, handler: type[_Handler]) -> _Server:
         server = _Server((LOOPBACK, port), handler)
@@ -158,7 +164,8 @@ class Worker:
 
         class Agent(_Handler):
             def do_GET(self) -> None:
-                self.answer(worker.health, b"phase\n", connection="close")
+                status = worker.health if self.path == worker.health_path else 404
+                self.answer(status, b"phase\n", connection="close")
 
         return Agent
 
@@ -166,15 +173,26 @@ class Worker:
         worker = self
 
         class Engine(_Handler):
+            def setup(self) -> None:
+                worker.connections += 1
+                self.timeout = worker.keep_alive
+                super().setup()
+
             def do_GET(self) -> None:
                 self.serve()
 
             do_POST = do_OPTIONS = do_DELETE = do_HEAD = do_GET
 
             def serve(self) -> None:
-                raw = self.rfile.read(int(self.headers.get("content-length", 0)))
-                body = json.loads(raw) if raw else {}
                 headers = {name.lower(): value for name, value in self.headers.items()}
+                if self.command == "GET" and self.path in CATALOGUES:
+                    worker.catalogue_requests.append(Received(self.command, self.path, headers, {}))
+                    return self.tell_models()
+                raw = self.read_body()
+                try:
+                    body = json.loads(raw) if raw else {}
+                except ValueError:
+                    body = {"raw": raw}
                 with worker._lock:
                     worker.received.append(Received(self.command, self.path, headers, body))
                     worker.in_flight += 1
@@ -195,6 +213,32 @@ class Worker:
                         worker.aborted += 1
                 finally:
                     leave()
+
+            def read_body(self) -> bytes:
+                """Of a known length, or in chunks."""
+                if "chunked" not in self.headers.get("transfer-encoding", ""):
+                    return self.rfile.read(int(self.headers.get("content-length", 0)))
+                body = b""
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+                return body
+
+            def tell_models(self) -> None:
+                fault = worker.catalogue_fault
+                if fault == "hangs":
+                    while worker.catalogue_fault == fault and not self.client_left():
+                        time.sleep(0.05)
+                answers = {
+                    "fails": (500, b"{}"),
+                    "is no list": (200, b"<html></html>"),
+                    "is empty": (200, b""),
+                }
+                status, text = answers.get(fault, (200, b""))
+                if not fault or fault == "hangs":
+                    text = json.dumps(CATALOGUES[self.path](worker)).encode()
+                self.answer(status, text, content_type="application/json")
 
             def act(self, body: dict[str, Any], leave: Callable[[], None]) -> None:
                 if worker.fails:
@@ -243,6 +287,21 @@ class Worker:
                 self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
         return Engine
+
+
+# Where each kind of worker tells its models, and in which form.
+CATALOGUES: dict[str, Callable[[Worker], Any]] = {
+    "/v1/models": lambda worker: {
+        "object": "list",
+        "data": [
+            {"id": name, "object": "model", "created": 1764500000, "owned_by": worker.name, "permission": []}
+            for name in worker.models + (worker.loadable if worker.kind == "llama_swap" else [])
+        ],
+    },
+    "/api/ps": lambda worker: {"models": [{"name": name, "model": name} for name in worker.models]},
+    "/api/tags": lambda worker: {"models": [{"name": name} for name in worker.models + worker.loadable]},
+    "/running": lambda worker: {"running": [{"model": name, "state": "ready"} for name in worker.models]},
+}
 
 
 @dataclass
@@ -348,37 +407,53 @@ class Gateway:
         return self.ask("GET", path, None, 15, **headers)
 
     def chat(self, timeout: float = 15, **what: Any) -> Answer:
-        return self.ask("POST", CHAT, what, timeout)
+        return self.ask("POST", CHAT, {"model": MODEL, **what}, timeout)
+
+    def post(
+        self, path: str, body: bytes | Iterator[bytes], content_type: str = "application/json"
+    ) -> Answer:
+        """Send a body as it is; one that comes in pieces is sent in chunks."""
+        started = time.monotonic()
+        with contextlib.closing(self.connect()) as connection:
+            # A request that is refused while it is being sent has an answer, too.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", path, body, {"content-type": content_type})
+            response = connection.getresponse()
+            content = response.read()
+        return Answer(response.status, _lower(response), content, time.monotonic() - started)
 
     @contextlib.contextmanager
     def stream(self, **what: Any) -> Iterator[http.client.HTTPResponse]:
         """A streamed chat whose answer is still being read."""
         connection = self.connect()
         with contextlib.closing(connection):
-            connection.request("POST", CHAT, json.dumps(what))
+            connection.request("POST", CHAT, json.dumps({"model": MODEL, **what}))
             yield connection.getresponse()
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[Callable[[str], Answer]]:
-        """A client that asks by GET, again and again, on one connection as long as that lasts."""
+        """A client that asks again and again on one connection, as long as that lasts."""
         connection = self.connect()
 
-        def get(path: str) -> Answer:
+        def ask(path: str) -> Answer:
             started = time.monotonic()
-            connection.request("GET", path)
+            asks = path.endswith("completions")
+            connection.request(
+                "POST" if asks else "GET", path, json.dumps({"model": MODEL}) if asks else None
+            )
             response = connection.getresponse()
             content = response.read()
             return Answer(response.status, _lower(response), content, time.monotonic() - started)
 
         with contextlib.closing(connection):
-            yield get
+            yield ask
 
     @contextlib.contextmanager
     def leaving(self, **what: Any) -> Iterator[None]:
         """A client that asks and, at the end, leaves without its answer."""
         connection = self.connect()
         with contextlib.closing(connection):
-            connection.request("POST", CHAT, json.dumps(what))
+            connection.request("POST", CHAT, json.dumps({"model": MODEL, **what}))
             yield
 
     def metrics(self, path: str = "/metrics") -> Answer:
@@ -407,10 +482,17 @@ class Gateway:
         labels = (f'proxy="{backend}"', f'server="{worker}"', f'state="{state}"')
         return self.metric("haproxy_server_status", "server", *labels) == 1
 
-    def held(self, name: str = "held_requests") -> float:
-        """One figure of the hold, without its prefix."""
-        lines = self.metrics("/metrics/hold").body.decode().splitlines()
+    def takes(self, worker: str) -> bool:
+        """Whether the worker gets requests for its models."""
+        return self.figure(f'worker_models_read{{worker="{worker}"}}') == 1
+
+    def figure(self, name: str) -> float:
+        """One figure of /metrics/gateway, by its name without its prefix and with its labels."""
+        lines = self.metrics("/metrics/gateway").body.decode().splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(f"gateway_{name} "))
+
+    def held(self) -> float:
+        return self.figure("held_requests")
 
     def command(self, text: str) -> str:
         """Say something to HAProxy's socket, as an operator does."""
@@ -420,7 +502,9 @@ class Gateway:
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
     def waiting(self) -> float:
-        return self.metric("haproxy_backend_current_queue", "backend", 'proxy="workers"')
+        lines = self.metrics("/metrics?scope=backend").body.decode().splitlines()
+        queues = (line for line in lines if line.startswith("haproxy_backend_current_queue{"))
+        return sum(float(line.split()[1]) for line in queues)
 
 
 def _names(headers: dict[str, str]) -> dict[str, str]:

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.gateway.conftest import KEYS
-from tests.gateway.rig import CHAT, Answer, Gateway, Worker, until
+from tests.gateway.rig import CHAT, MODEL, Answer, Gateway, Worker, until
 
 
 def ask(gateway: Gateway, key: str = "", path: str = CHAT, **what: object) -> Answer:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return gateway.ask("POST", path, what, 15, **headers)
+    return gateway.ask("POST", path, {"model": MODEL, **what}, 15, **headers)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -24,16 +24,16 @@ def test_who_has_a_key_is_let_in_and_named_in_the_log(
     assert ask(keyed, KEYS[name]).status == 200
     until(lambda: bool(keyed.log))
     assert keyed.log[-1]["name"] == name
-    (received,) = spark_a.completions + spark_b.completions
+    (received,) = spark_a.received + spark_b.received
     assert received.headers["authorization"] == "Bearer sk-the-workers-key"
 
 
 def test_a_header_of_anthropics_clients_is_taken_too(
     keyed: Gateway, spark_a: Worker, spark_b: Worker
 ) -> None:
-    answer = keyed.ask("POST", "/v1/messages", {}, x_api_key=KEYS["alice"])
+    answer = keyed.ask("POST", "/v1/messages", {"model": MODEL}, x_api_key=KEYS["alice"])
     assert answer.status == 200
-    (received,) = spark_a.completions + spark_b.completions
+    (received,) = spark_a.received + spark_b.received
     assert "x-api-key" not in received.headers
 
 

@@ -17,7 +17,7 @@ def test_the_first_answer_comes_at_once_when_a_worker_is_back(
 ) -> None:
     (held,) = clients.chats(1)
     until(lambda: holding.held() == 1)
-    assert not spark_a.completions
+    assert not spark_a.received
     time.sleep(1)
     spark_a.health = 200
     back = time.monotonic()
@@ -25,9 +25,9 @@ def test_the_first_answer_comes_at_once_when_a_worker_is_back(
     assert (answer.status, answer.served_by) == (200, "spark-a")
     assert time.monotonic() - back < 1
     assert holding.held() == 0
-    assert holding.held("held_requests_total") == 1
-    assert holding.held("hold_expired_total") == 0
-    assert 1 < holding.held("held_seconds_total") < HOLD
+    assert holding.figure("held_requests_total") == 1
+    assert holding.figure("hold_expired_total") == 0
+    assert 1 < holding.figure("held_seconds_total") < HOLD
     until(lambda: bool(holding.log))
     assert 1000 < int(holding.log[-1]["held_ms"]) < HOLD * 1000
 
@@ -45,7 +45,7 @@ def test_when_the_time_is_over_it_is_refused(
     assert HOLD <= answer.seconds < HOLD + 2
     assert answer.headers["retry-after"] == "10"
     assert answer.json["error"]["code"] == "service_unavailable"
-    assert holding.held("hold_expired_total") == 1
+    assert holding.figure("hold_expired_total") == 1
 
 
 def test_many_are_held_and_none_is_lost(holding: Gateway, clients: Clients, spark_a: Worker) -> None:
@@ -63,7 +63,7 @@ def test_a_client_that_has_left_reaches_nobody(holding: Gateway, spark_a: Worker
     assert holding.held() == 0
     spark_a.health = 200
     until(lambda: holding.chat().status == 200)
-    assert len(spark_a.completions) == 1
+    assert len(spark_a.received) == 1
 
 
 def test_the_time_can_be_changed_while_it_runs(holding: Gateway, clients: Clients, spark_b: Worker) -> None:

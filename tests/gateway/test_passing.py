@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.gateway.conftest import PORTS
-from tests.gateway.rig import CHAT, LOOPBACK, Clients, Gateway, Worker, answers, until
+from tests.gateway.rig import CHAT, LOOPBACK, MODEL, Clients, Gateway, Worker, answers, until
 
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -17,9 +17,6 @@ UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/organisation/name"),
-        ("GET", "/v1/models/organisation%2Fname"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/chat/completions?with=query"),
         ("POST", "/v1/completions"),
@@ -31,11 +28,10 @@ UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
         ("POST", "/v1/score"),
         ("POST", "/v1/audio/transcriptions"),
         ("OPTIONS", "/v1/chat/completions"),
-        ("HEAD", "/v1/models"),
     ],
 )
 def test_passes(single: Gateway, spark_a: Worker, method: str, path: str) -> None:
-    answer = single.ask(method, path, {} if method == "POST" else None)
+    answer = single.ask(method, path, {"model": MODEL} if method == "POST" else None)
     assert answer.status == 200
     assert [(request.method, request.path) for request in spark_a.received] == [(method, path)]
 
@@ -58,6 +54,8 @@ def test_passes(single: Gateway, spark_a: Worker, method: str, path: str) -> Non
         ("GET", "/v1/models/%2e%2e/%2E./metrics", 404, "unknown_url"),
         ("GET", "/v1/models/..%2f..%2fmetrics", 404, "unknown_url"),
         ("DELETE", "/v1/models/name", 405, "method_not_allowed"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
     ],
 )
 def test_is_refused(single: Gateway, spark_a: Worker, method: str, path: str, status: int, code: str) -> None:
@@ -97,35 +95,39 @@ CREDENTIALS = {"authorization": "Bearer sk-the-clients-own", "x_api_key": "sk-th
 
 
 def test_the_workers_key_replaces_the_clients(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
-    for path in (CHAT, "/v1/models"):
-        assert gateway.get(path, **CREDENTIALS).status == 200
-    for received in spark_a.received + spark_b.received:
+    for path in (CHAT, "/v1/completions"):
+        assert gateway.ask("POST", path, {"model": MODEL}, 15, **CREDENTIALS).status == 200
+    for received in (
+        spark_a.received + spark_b.received + spark_a.catalogue_requests + spark_b.catalogue_requests
+    ):
         assert received.headers["authorization"] == "Bearer sk-the-workers-key"
         assert "sk-the-clients-own" not in str(received.headers)
 
 
 def test_without_a_key_none_is_sent(single: Gateway, spark_a: Worker) -> None:
-    assert single.get(CHAT, **CREDENTIALS).status == 200
-    assert {"authorization", "x-api-key"} & set(spark_a.received[0].headers) == set()
+    assert single.ask("POST", CHAT, {"model": MODEL}, 15, **CREDENTIALS).status == 200
+    for received in spark_a.received + spark_a.catalogue_requests:
+        assert {"authorization", "x-api-key"} & set(received.headers) == set()
 
 
 def test_the_answer_names_the_spark(gateway: Gateway) -> None:
     """The worker's own word for itself does not count."""
-    for path in (CHAT, "/v1/models"):
-        answer = gateway.get(path)
-        assert answer.served_by == answer.json["served_by"]
+    answer = gateway.chat()
+    assert answer.served_by == answer.json["served_by"]
+    assert gateway.get("/v1/models").served_by is None
 
 
 @pytest.mark.parametrize("chosen", ["mine", "a.b_c:d-1", "x" * 128])
 def test_a_request_keeps_its_id(single: Gateway, spark_a: Worker, chosen: str) -> None:
-    answer = single.get(CHAT, x_request_id=chosen)
+    answer = single.ask("POST", CHAT, {"model": MODEL}, x_request_id=chosen)
     assert answer.headers["x-request-id"] == spark_a.received[0].headers["x-request-id"] == chosen
 
 
 @pytest.mark.parametrize("chosen", [None, "", "x" * 129, 'quo"te', "two words", "<script>"])
 def test_a_request_gets_an_id(single: Gateway, spark_a: Worker, chosen: str | None) -> None:
     """Where it has none, or one that could do harm in a log."""
-    answer = single.get(CHAT, **({} if chosen is None else {"x_request_id": chosen}))
+    headers = {} if chosen is None else {"x_request_id": chosen}
+    answer = single.ask("POST", CHAT, {"model": MODEL}, 15, **headers)
     assert UUID.fullmatch(answer.headers["x-request-id"])
     assert answer.headers["x-request-id"] == spark_a.received[0].headers["x-request-id"]
 

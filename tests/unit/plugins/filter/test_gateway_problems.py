@@ -41,6 +41,10 @@ GOOD: dict[str, Any] = {
     "retry_after": 10,
     "max_connections": 4096,
     "threads": 2,
+    "aliases": {},
+    "spill_after": 0,
+    "max_body_mib": 4,
+    "pools": 16,
 }
 
 
@@ -66,6 +70,13 @@ def problems(host: str = "gateway", address: str = "192.0.2.20", **changes: Any)
         },
         {"tls_certificate": "/etc/ssl/private/gateway.pem"},
         {"tls_generate": True},
+        {
+            "workers": [
+                {**WORKER, "kind": "ollama", "on_demand": True, "models": ["a b:c"], "health_path": "/"}
+            ]
+        },
+        {"workers": [{**WORKER, "kind": "openai", "key": "sk-1", "on_demand": False}]},
+        {"aliases": {"chat": "qwen3.8-flash-next"}, "spill_after": 3},
         # Another host's ports are no concern of this one.
         {"port": 8000, "metrics_port": 9401},
     ],
@@ -128,39 +139,75 @@ def test_good(changes: dict[str, Any]) -> None:
         ),
         (
             {"workers": [WORKER, {**HEAD, "name": "a"}]},
-            "gateway_workers[1] (a): name is taken by gateway_workers[0]; give each worker its own.",
+            "gateway_workers (a): the name is taken; give each worker its own.",
         ),
         (
             {"workers": [{**WORKER, "name": "a b"}]},
-            "gateway_workers[0] (a b): name is 'a b'; allowed are letters, digits and _.:- in it. Rename the worker.",
+            "gateway_workers (a b): name is 'a b'; allowed are letters, digits and _.:- in it. Rename the worker.",
         ),
         (
             {"workers": [{**WORKER, "host": "a;b"}]},
-            "gateway_workers[0] (a): host is 'a;b'; allowed are letters, digits and _.:- in it.",
+            "gateway_workers (a): host is 'a;b'; allowed are letters, digits and _.:- in it.",
         ),
         (
             {"workers": [{**WORKER, "address": ""}]},
-            "gateway_workers[0] (a): address is ''; allowed is one address or host name, like 192.0.2.11.",
+            "gateway_workers (a): address is ''; allowed is one address or host name, like 192.0.2.11.",
         ),
         (
             {"workers": [{**WORKER, "max_requests": 0}]},
-            "gateway_workers[0] (a): max_requests is 0; allowed is a whole number from 1 to 65535. "
+            "gateway_workers (a): max_requests is 0; allowed is a whole number from 1 to 65535. "
             "Requests that it serves at once; more wait in the gateway.",
         ),
         (
             {"workers": [{**WORKER, "weight": 257}, HEAD]},
-            "gateway_workers[0] (a): weight is 257; allowed is a whole number from 0 to 256. "
+            "gateway_workers (a): weight is 257; allowed is a whole number from 0 to 256. "
             "Its share against the others'.",
         ),
         (
             {"workers": [{**WORKER, "health_port": 70000}]},
-            "gateway_workers[0] (a): health_port is 70000; allowed is a whole number from 1 to 65535. "
-            "The port that answers GET /health.",
+            "gateway_workers (a): health_port is 70000; allowed is a whole number from 1 to 65535. "
+            "The port that answers for its health.",
         ),
         (
             {"workers": [WORKER, {**WORKER, "name": "b"}]},
-            "gateway_workers[1] (b): address, port and health_port are those of a, "
+            "gateway_workers (b): address, port and health_port are those of a, "
             "so its cap would not hold. Take one out.",
+        ),
+        (
+            {"workers": [{**WORKER, "kind": "triton"}]},
+            "gateway_workers (a): kind is 'triton'; allowed are vllm, openai, llama_cpp, ollama, llama_swap. "
+            "Take openai for any other that lists its models at /v1/models.",
+        ),
+        (
+            {"workers": [{**WORKER, "kind": "vllm", "on_demand": True}]},
+            "gateway_workers (a): on_demand is true; allowed is that for ollama and llama_swap, since vllm does not load a model when "
+            "it is asked for it. Take it out.",
+        ),
+        (
+            {"workers": [{**WORKER, "health_path": "health"}]},
+            "gateway_workers (a): health_path is 'health'; allowed is a path like /health.",
+        ),
+        (
+            {"workers": [{**WORKER, "models": [""]}]},
+            "gateway_workers (a): models has ''; allowed is a model's name, as it tells it.",
+        ),
+        (
+            {"workers": [{**WORKER, "key": "two words"}]},
+            "gateway_workers (a): key has a character that a bearer token cannot have; allowed are letters, digits and -._~+/ "
+            "with = at the end.",
+        ),
+        (
+            {"aliases": {"a": "b", "b": "c"}},
+            "gateway_aliases has 'a': 'b', which is an alias too; allowed is the name of a model. Name that one.",
+        ),
+        (
+            {"aliases": {" a": "b"}},
+            "gateway_aliases has ' a': 'b'; allowed are two names of models, like chat: qwen3.8-flash-next.",
+        ),
+        (
+            {"max_body_mib": 65},
+            "gateway_max_body_mib is 65; allowed is a whole number from 1 to 64. "
+            "MiB that a request may have; each one that waits may take as much memory.",
         ),
         (
             {"workers": [{**WORKER, "weight": 0}]},

@@ -20,12 +20,25 @@ DEFAULTS = {
     "vllm_tp_hosts": "{{ a template that only its own role can read }}",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "large": {"replica": {"max_requests": 10}, "tp": {"max_requests": 4}},
+    "large": {
+        "model": {"served_name": "large-model"},
+        "replica": {"max_requests": 10},
+        "tp": {"max_requests": 4},
+    },
     "bare": {"replica": None},
 }
 A = {"ansible_host": "192.0.2.11", "fabric_address": "198.51.100.11"}
 B = {"ansible_host": "192.0.2.12", "fabric_address": "198.51.100.12"}
+OF_A_SPARK = {
+    "kind": "vllm",
+    "models": ["large-model"],
+    "on_demand": False,
+    "weight": 1,
+    "health_path": "/health",
+    "keep_alive": 5,
+}
 COPY_A = {
+    **OF_A_SPARK,
     "name": "a",
     "host": "a",
     "address": "192.0.2.11",
@@ -34,6 +47,7 @@ COPY_A = {
     "max_requests": 10,
 }
 COPY_B = {
+    **OF_A_SPARK,
     "name": "b",
     "host": "b",
     "address": "192.0.2.12",
@@ -42,6 +56,7 @@ COPY_B = {
     "max_requests": 10,
 }
 HEAD_A = {
+    **OF_A_SPARK,
     "name": "a-tp",
     "host": "a",
     "address": "192.0.2.11",
@@ -95,13 +110,97 @@ HEAD_B = {**HEAD_A, "name": "b-tp", "host": "b", "address": "192.0.2.12"}
         ),
         pytest.param(
             {"a": {**A, "vllm_preset": "bare"}, "b": {**B, "vllm_preset": "bare"}},
-            [{**COPY_A, "max_requests": 12}, {**COPY_B, "max_requests": 12}, {**HEAD_A, "max_requests": 12}],
-            id="a preset that states no cap",
+            [{**worker, "max_requests": 12, "models": []} for worker in (COPY_A, COPY_B, HEAD_A)],
+            id="a preset that states neither cap nor name",
+        ),
+        pytest.param(
+            {
+                "a": {**A, "vllm_environment": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}},
+                "b": {**B, "vllm_environment": {"OTHER": 1}},
+            },
+            [{**COPY_A, "keep_alive": 60}, COPY_B, {**HEAD_A, "keep_alive": 60}],
+            id="idle connections are kept longer",
+        ),
+        pytest.param(
+            {"a": {**A, "vllm_served_model_name": "mine"}},
+            [{**COPY_A, "models": ["mine"]}],
+            id="a name of the owner's",
         ),
     ],
 )
 def test_workers(hostvars: dict[str, dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert gateway_workers(list(hostvars), hostvars, DEFAULTS, PRESETS) == expected
+
+
+BOX = {"name": "box", "kind": "ollama", "address": "192.0.2.20", "port": 11434, "max_requests": 2}
+WHOLE_BOX = {
+    **BOX,
+    "host": "box",
+    "models": [],
+    "on_demand": True,
+    "weight": 1,
+    "health_path": "/api/version",
+    "keep_alive": 0,
+    "health_port": 11434,
+}
+
+
+@pytest.mark.parametrize(
+    ("further", "expected"),
+    [
+        pytest.param([BOX], [COPY_A, WHOLE_BOX], id="another kind"),
+        pytest.param(
+            [{**BOX, "on_demand": False, "health_path": "/", "weight": 3, "key": None}],
+            [COPY_A, {**WHOLE_BOX, "on_demand": False, "health_path": "/", "weight": 3}],
+            id="its own values",
+        ),
+        pytest.param(
+            [{"name": "x", "address": "192.0.2.21", "port": 80, "max_requests": 1}],
+            [
+                COPY_A,
+                {
+                    **OF_A_SPARK,
+                    "name": "x",
+                    "host": "x",
+                    "kind": "openai",
+                    "keep_alive": 0,
+                    "models": [],
+                    "address": "192.0.2.21",
+                    "port": 80,
+                    "health_port": 80,
+                    "max_requests": 1,
+                },
+            ],
+            id="nothing but the needful",
+        ),
+        pytest.param(
+            [{"name": "a", "address": "10.0.0.1", "port": None}],
+            [{**COPY_A, "address": "10.0.0.1"}],
+            id="a Spark's other address",
+        ),
+        pytest.param([BOX, BOX], [COPY_A, WHOLE_BOX, WHOLE_BOX], id="one given twice is left to be found"),
+        pytest.param(
+            [{"name": "a", "weight": 2}, {"name": "a", "weight": 3, "port": 1, "health_port": 2}],
+            [
+                {**COPY_A, "weight": 2},
+                {
+                    **OF_A_SPARK,
+                    "name": "a",
+                    "host": "a",
+                    "kind": "openai",
+                    "keep_alive": 0,
+                    "models": [],
+                    "weight": 3,
+                    "port": 1,
+                    "health_port": 2,
+                },
+            ],
+            id="a Spark given twice, too",
+        ),
+    ],
+)
+def test_further_workers(further: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert gateway_workers(["a"], {"a": A}, DEFAULTS, PRESETS, further) == expected
 
 
 @pytest.mark.parametrize(

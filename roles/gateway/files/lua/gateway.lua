@@ -1,0 +1,688 @@
+-- SPDX-License-Identifier: GPL-3.0-or-later
+-- What HAProxy cannot do by itself: know which worker has which model, send each request to those that have it, answer the
+-- list of models, and hold a request while nobody serves its model.
+--
+-- HAProxy does all else. It checks each worker in the backend `workers`; the backends pool1, pool2, ... each have all workers,
+-- and this program gives a weight to those of them that belong to a pool (routes.lua). Where it fails, the last weights stay.
+--
+--   http-req lua.route    reads the model, waits for a worker, sets txn.model, txn.pool, txn.route, txn.key, txn.held_ms;
+--                         where there is no pool, txn.refusal says why
+--   service lua.models    GET /v1/models and /v1/models/NAME
+--   service lua.metrics   for Prometheus;  `show gateway` on HAProxy's socket: for people
+--
+-- GATEWAY_ROUTING names the file with the workers and settings, which the role writes.
+
+local asked = require("asked")
+local catalogue = require("catalogue")
+local routes = require("routes")
+local json = require("cjson")
+
+local file = assert(io.open(os.getenv("GATEWAY_ROUTING")))
+local settings = json.decode(file:read("a"))
+file:close()
+settings.pools = math.floor(settings.pools)
+local keys = Map.new(settings.keys, Map._str)
+
+-- How often a worker is looked at, how often it is asked for its models, how long it may take to answer, and how often it may
+-- fail before its models count as unknown.
+local LOOK_MS = 50
+local READ_MS = 2000
+local AGAIN_MS = 100
+local PATIENCE_SECONDS = 2
+local FAILURES = 2
+local LONGEST_ANSWER = 4194304
+-- How often caps are divided anew among the pools of a worker.
+local DIVIDE_MS = 50
+-- A held request looks for a worker this often; with many of them each can wait a little longer.
+local SHORTEST_MS, LONGEST_MS, MS_PER_REQUEST = 25, 250, 0.25
+-- A process that has just begun has checked every worker by then: the first checks are spread over `inter` of haproxy.cfg,
+-- and one of a host without power takes `timeout check`.
+local FIRST_CHECK_MS = 3000
+-- HAProxy makes a long list to tell whether it is being replaced.
+local ASK_MS = 100
+
+local counts = { held = 0, expired = 0, held_ms = 0, restarts = 0, left_out = 0 }
+local by_route = { warm = 0, possibly = 0, cold = 0, spill = 0 }
+local by_refusal = { broken = 0, no_model = 0, unknown_model = 0, no_worker = 0 }
+-- Request to the moment of its last look. One whose client has gone looks no more, and nobody is told of that.
+local looking = {}
+
+local function now_ms()
+  local now = core.now()
+  return now.sec * 1000 + now.usec / 1000
+end
+
+local started
+core.register_init(function()
+  started = now_ms()
+end)
+
+-- After a reload the old process checks no worker any more; its successor takes what is held here.
+local replaced, asked_at = false, 0
+local function is_replaced(now)
+  if now - asked_at > ASK_MS then
+    asked_at = now
+    replaced = core.get_info().Stopping == 1
+  end
+  return replaced
+end
+
+-- ---------------------------------------------------------------- the workers and the plan
+
+local workers = settings.workers
+for index, worker in ipairs(workers) do
+  worker.index = index
+  -- The library makes every number one with a fraction, which HAProxy does not take.
+  worker.weight, worker.max_requests = math.floor(worker.weight), math.floor(worker.max_requests)
+  worker.key = worker.key or ""
+  worker.state = "unread"
+  worker.warm, worker.cold, worker.entries = {}, {}, {}
+  worker.failures = 0
+  for _, name in ipairs(worker.models) do
+    worker.warm[name] = true
+  end
+end
+
+local plan
+local applied = {}
+-- The list of models, and its entries by name.
+local list, entries = catalogue.list({}), {}
+
+local function is_member(pool, worker)
+  for _, index in ipairs(pool and pool.members or {}) do
+    if index == worker.index then
+      return worker.state == pool.kind
+    end
+  end
+  return false
+end
+
+local function belongs(pool, worker)
+  for _, index in ipairs(pool and pool.members or {}) do
+    if index == worker.index then
+      return true
+    end
+  end
+  return false
+end
+
+-- Tells HAProxy what is new about a worker's place in a pool.
+local function apply(number, worker, share)
+  local name = "pool" .. number
+  local server = core.backends[name].servers[worker.name]
+  local before = applied[name .. worker.name] or { weight = 0, share = worker.max_requests }
+  local pool = plan.pools[number]
+  local after = {
+    checked = belongs(pool, worker),
+    weight = share > 0 and is_member(pool, worker) and worker.weight or 0,
+    share = math.max(share, 1),
+  }
+  if after.checked ~= before.checked then
+    if after.checked then
+      server:check_enable()
+    else
+      server:check_disable()
+    end
+  end
+  if after.weight ~= before.weight then
+    server:set_weight(tostring(after.weight))
+    if after.weight > 0 then
+      server:check_force_up()
+    end
+  end
+  -- This also makes HAProxy look into the queue, which a weight alone does not.
+  if after.share ~= before.share or after.weight ~= before.weight then
+    server:set_maxconn(tostring(after.share))
+  end
+  applied[name .. worker.name] = after
+end
+
+-- The pools that a worker belongs to, in order.
+local function pools_of(worker)
+  local numbers = {}
+  for number = 1, settings.pools do
+    if belongs(plan.pools[number], worker) then
+      numbers[#numbers + 1] = number
+    end
+  end
+  return numbers
+end
+
+local function divide(worker)
+  local numbers = worker.pools
+  if #numbers < 2 then
+    return
+  end
+  local in_flight, demands = {}, {}
+  for place, number in ipairs(numbers) do
+    local name = "pool" .. number
+    in_flight[place] = core.backends[name].servers[worker.name]:get_stats().scur
+    demands[place] = in_flight[place] + core.backends[name]:get_stats().qcur
+  end
+  local wanted = routes.shares(worker.max_requests, demands)
+  worker.shares = routes.next_shares(worker.max_requests, worker.shares, wanted, in_flight)
+  for place, number in ipairs(numbers) do
+    apply(number, worker, worker.shares[place])
+  end
+end
+
+local function add_aliases(names)
+  for alias, name in pairs(settings.aliases) do
+    if names[name] then
+      names[alias] = true
+    end
+  end
+end
+
+local function make_list()
+  entries = {}
+  for _, worker in ipairs(workers) do
+    if worker.state == "read" then
+      for name, entry in pairs(worker.entries) do
+        entries[name] = entries[name] or entry
+      end
+    end
+  end
+  for alias, name in pairs(settings.aliases) do
+    if entries[name] and not entries[alias] then
+      entries[alias] = {}
+      for key, value in pairs(entries[name]) do
+        entries[alias][key] = value
+      end
+      entries[alias].id = alias
+    end
+  end
+  list = catalogue.list(entries)
+end
+
+-- After anything about the workers has changed.
+local function replan()
+  local former = plan
+  plan = routes.plan(workers, settings.pools, former)
+  if plan.left_out > 0 and plan.left_out ~= counts.left_out then
+    core.Alert(
+      string.format("gateway: %d sets of workers have no pool of their own; raise gateway_pools", plan.left_out)
+    )
+  end
+  counts.left_out = plan.left_out
+  for _, worker in ipairs(workers) do
+    local numbers = pools_of(worker)
+    local same = former and worker.pools and table.concat(worker.pools, ",") == table.concat(numbers, ",")
+    if not same then
+      worker.pools, worker.shares = numbers, {}
+      for place in ipairs(numbers) do
+        worker.shares[place] = #numbers == 1 and worker.max_requests or 0
+      end
+    end
+    local share_of = {}
+    for place, number in ipairs(numbers) do
+      share_of[number] = worker.shares[place]
+    end
+    for number = 1, settings.pools do
+      apply(number, worker, share_of[number] or worker.max_requests)
+    end
+    divide(worker)
+  end
+  make_list()
+end
+
+-- ---------------------------------------------------------------- reading what a worker has
+
+-- GET by plain HTTP; the body, or an error.
+local function get(server, path, key)
+  local address, port = server:get_addr():match("^(.*):(%d+)$")
+  local socket = core.tcp()
+  socket:settimeout(PATIENCE_SECONDS)
+  local function must(value, problem)
+    if not value then
+      socket:close()
+      error(problem or "no answer", 0)
+    end
+    return value
+  end
+  must(socket:connect(address, tonumber(port)))
+  local secret = key ~= "" and keys:lookup(key)
+  must(socket:send(table.concat({
+    "GET " .. path .. " HTTP/1.0",
+    "Host: gateway",
+    secret and "Authorization: Bearer " .. secret or "Accept: application/json",
+    "Connection: close",
+    "\r\n",
+  }, "\r\n")))
+  local status = must(socket:receive("*l")):match("^HTTP/1%.%d (%d+)")
+  local length
+  repeat
+    local line = must(socket:receive("*l")):gsub("\r$", "")
+    length = tonumber(line:lower():match("^content%-length:%s*(%d+)$")) or length
+  until line == ""
+  if status ~= "200" then
+    must(nil, "status " .. tostring(status))
+  end
+  if length and length > LONGEST_ANSWER then
+    must(nil, "an answer of " .. length .. " bytes")
+  end
+  local body = length == 0 and "" or must(socket:receive(length or "*a"))
+  socket:close()
+  return body
+end
+
+-- What the worker has now: warm, cold (name to true) and what is listed (name to entry); raises an error.
+local function models_of(worker)
+  local server = core.backends.workers.servers[worker.name]
+  local places = catalogue.places[worker.kind]
+  local loaded, loadable = catalogue.models_in(places.loaded, get(server, places.loaded, worker.key))
+  if places.loadable and worker.on_demand then
+    local all, others = catalogue.models_in(places.loadable, get(server, places.loadable, worker.key))
+    for name, entry in pairs(others) do
+      all[name] = entry
+    end
+    loadable = all
+  end
+  local warm, cold, listed = {}, {}, {}
+  for name, entry in pairs(loaded) do
+    warm[name], listed[name] = true, entry
+  end
+  for name, entry in pairs(worker.on_demand and loadable or {}) do
+    if not warm[name] then
+      cold[name], listed[name] = true, entry
+    end
+  end
+  for _, names in ipairs({ warm, cold }) do
+    local short = {}
+    for name in pairs(names) do
+      short[#short + 1] = catalogue.short_name(worker.kind, name)
+    end
+    for _, name in ipairs(short) do
+      names[name] = true
+    end
+    add_aliases(names)
+  end
+  return warm, cold, listed
+end
+
+-- Does HAProxy send requests to it? Nil where it does not know yet: until its first check it takes each for live.
+local function is_live(worker)
+  local stats = core.backends.workers.servers[worker.name]:get_stats()
+  if stats.check_status:find("INI") then
+    return nil
+  end
+  return stats.status:find("^UP") ~= nil
+end
+
+local function same_names(one, other)
+  for name in pairs(one) do
+    if not other[name] then
+      return false
+    end
+  end
+  for name in pairs(other) do
+    if not one[name] then
+      return false
+    end
+  end
+  return true
+end
+
+-- One look at a worker; it returns what came of it, for the plan.
+local function look_at(worker)
+  local now = now_ms()
+  local live = is_live(worker)
+  if live == nil then
+    return
+  end
+  if not live then
+    if worker.state ~= "down" then
+      worker.state, worker.failures, worker.problem = "down", 0, nil
+      replan()
+    end
+    return
+  end
+  local changed = false
+  if worker.state == "down" then
+    worker.state, worker.next_read = "unread", 0
+  end
+  if now < (worker.next_read or 0) then
+    return
+  end
+  local understood, warm, cold, listed = pcall(models_of, worker)
+  now = now_ms()
+  if understood then
+    changed = worker.state ~= "read" or not same_names(warm, worker.warm) or not same_names(cold, worker.cold)
+    worker.warm, worker.cold, worker.entries = warm, cold, listed
+    worker.state, worker.failures, worker.problem, worker.read_at = "read", 0, nil, now
+    worker.next_read = now + READ_MS
+  else
+    worker.failures, worker.problem = worker.failures + 1, tostring(warm)
+    if worker.failures >= FAILURES and worker.state ~= "failed" then
+      worker.state, changed = "failed", true
+      core.Warning(string.format("gateway: %s does not tell its models: %s", worker.name, worker.problem))
+    end
+    worker.next_read = now + (worker.state == "failed" and READ_MS or AGAIN_MS)
+  end
+  if changed then
+    replan()
+  end
+end
+
+-- A task that raises an error would end without a word.
+local function for_ever(pause, step)
+  core.register_task(function()
+    while not is_replaced(now_ms()) do
+      local understood, problem = xpcall(step, debug.traceback)
+      if not understood then
+        counts.restarts = counts.restarts + 1
+        core.Alert("gateway: " .. tostring(problem))
+        core.msleep(1000)
+      end
+      core.msleep(pause)
+    end
+  end)
+end
+
+core.register_init(function()
+  replan()
+end)
+for _, worker in ipairs(workers) do
+  for_ever(LOOK_MS, function()
+    look_at(worker)
+  end)
+end
+for_ever(DIVIDE_MS, function()
+  for _, worker in ipairs(workers) do
+    divide(worker)
+  end
+end)
+
+-- ---------------------------------------------------------------- requests
+
+-- Has every worker that lives told, or failed to tell, what it has? And how many have told it?
+local function is_settled()
+  local told = 0
+  for _, worker in ipairs(workers) do
+    if worker.state == "unread" then
+      return false
+    end
+    told = told + (worker.state == "read" and 1 or 0)
+  end
+  return true, told
+end
+
+-- The pool and class for a model; nil where there is none now.
+local function choose(fetch, model)
+  local route = plan.models[model]
+  local is_only = settings.spill_after == 0 and route and #route.warm == 1
+  return routes.choose(plan, model, settings.spill_after, function(number)
+    local name = "pool" .. number
+    local live = fetch:nbsrv(name)
+    -- What else there is to know is for a choice, which most have not.
+    if live == 0 or is_only then
+      return live, 0, 1, 0
+    end
+    local waiting = fetch:queue(name)
+    return live, fetch:be_conn(name), waiting > 0 and 0 or fetch:be_conn_free(name), waiting
+  end)
+end
+
+-- Nobody who could be asked has this model, or ever had.
+local function is_unknown(model)
+  if plan.models[model] then
+    return false
+  end
+  local settled, told = is_settled()
+  return settled and told > 0
+end
+
+local function waiting_count()
+  local count, now = 0, now_ms()
+  for request, moment in pairs(looking) do
+    if now - moment > LONGEST_MS * 4 then
+      looking[request] = nil
+    else
+      count = count + 1
+    end
+  end
+  return count
+end
+
+local function refuse(txn, why)
+  by_refusal[why] = by_refusal[why] + 1
+  txn:set_var("txn.refusal", why)
+end
+
+-- Waits until somebody serves the model, at most so many seconds; a pool and its class, or nil and why not.
+local function hold(txn, model, seconds, began)
+  local request = {}
+  counts.held = counts.held + 1
+  looking[request] = began
+  local pause = math.floor(math.min(LONGEST_MS, math.max(SHORTEST_MS, waiting_count() * MS_PER_REQUEST)))
+  local number, class, problem
+  local now = began
+  repeat
+    core.msleep(pause)
+    now = now_ms()
+    looking[request] = now
+    number, class = choose(txn.f, model)
+    if not number and is_unknown(model) then
+      problem = "unknown_model"
+    elseif not number and now - began >= 1000 * seconds and (is_settled() or now - started > FIRST_CHECK_MS) then
+      -- However short its patience: just after a start nobody knows yet that there is no worker.
+      problem = "no_worker"
+      counts.expired = counts.expired + 1
+    end
+  until number or problem or is_replaced(now)
+  looking[request] = nil
+  counts.held_ms = counts.held_ms + (now - began)
+  txn:set_var("txn.held_ms", math.floor(now - began))
+  return number, class, problem
+end
+
+core.register_action("route", { "http-req" }, function(txn)
+  local model, problem = asked.model(txn.sf:req_body(), txn.sf:req_hdr("content-type"))
+  if not model then
+    return refuse(txn, problem)
+  end
+  txn:set_var("txn.model", model)
+  local now = now_ms()
+  local number, class = choose(txn.f, model)
+  if not number then
+    local seconds = txn:get_var("txn.hold_seconds") or 0
+    if is_unknown(model) then
+      return refuse(txn, "unknown_model")
+    elseif seconds == 0 and is_settled() then
+      return refuse(txn, "no_worker")
+    end
+    number, class, problem = hold(txn, model, seconds, now)
+    if problem then
+      return refuse(txn, problem)
+    elseif not number then
+      return
+    end
+  end
+  by_route[class] = by_route[class] + 1
+  txn:set_var("txn.route", class)
+  txn:set_var("txn.pool", "pool" .. number)
+  txn:set_var("txn.key", workers[plan.pools[number].members[1]].key)
+end)
+
+-- ---------------------------------------------------------------- answers
+
+local function send(applet, status, content_type, body, headers)
+  applet:set_status(status)
+  applet:add_header("content-type", content_type)
+  applet:add_header("content-length", #body)
+  for name, value in pairs(headers or {}) do
+    applet:add_header(name, value)
+  end
+  applet:start_response()
+  if applet.method ~= "HEAD" then
+    applet:send(body)
+  end
+end
+
+local function openai_error(message, kind, code)
+  return json.encode({ error = { message = message, type = kind, param = json.null, code = code } })
+end
+
+local function decoded(text)
+  return (text:gsub("%%(%x%x)", function(digits)
+    return string.char(tonumber(digits, 16))
+  end))
+end
+
+core.register_service("models", "http", function(applet)
+  local settled, told = is_settled()
+  while not settled and now_ms() - started < FIRST_CHECK_MS do
+    core.msleep(SHORTEST_MS)
+    settled, told = is_settled()
+  end
+  if told == 0 then
+    local body = openai_error("No worker is live. Please try again later.", "server_error", "service_unavailable")
+    return send(applet, 503, "application/json", body, { ["retry-after"] = string.format("%d", settings.retry_after) })
+  end
+  local name = applet.path:match("^/v1/models/(.+)$")
+  if not name then
+    return send(applet, 200, "application/json", list)
+  end
+  local entry = entries[decoded(name)]
+  if entry then
+    return send(applet, 200, "application/json", catalogue.encode(entry))
+  end
+  by_refusal.unknown_model = by_refusal.unknown_model + 1
+  local message = "There is no model of this name. GET /v1/models lists those that there are."
+  send(applet, 404, "application/json", openai_error(message, "invalid_request_error", "model_not_found"))
+end)
+
+local function family(lines, name, kind, meaning, values)
+  local full = "gateway_" .. name
+  lines[#lines + 1] = string.format("# HELP %s %s", full, meaning)
+  lines[#lines + 1] = string.format("# TYPE %s %s", full, kind)
+  if type(values) ~= "table" then
+    values = { [""] = values }
+  end
+  local labels = {}
+  for label in pairs(values) do
+    labels[#labels + 1] = label
+  end
+  table.sort(labels)
+  for _, label in ipairs(labels) do
+    lines[#lines + 1] = string.format("%s%s %s", full, label, values[label])
+  end
+end
+
+local function labelled(label, values)
+  local found = {}
+  for name, value in pairs(values) do
+    found[string.format('{%s="%s"}', label, name)] = value
+  end
+  return found
+end
+
+local function size(set)
+  local count = 0
+  for _ in pairs(set) do
+    count = count + 1
+  end
+  return count
+end
+
+local function of_workers(value)
+  local found = {}
+  for _, worker in ipairs(workers) do
+    found[worker.name] = value(worker)
+  end
+  return labelled("worker", found)
+end
+
+core.register_service("metrics", "http", function(applet)
+  local lines, now = {}, now_ms()
+  family(lines, "held_requests", "gauge", "Requests that wait for a worker to become live.", waiting_count())
+  family(lines, "held_requests_total", "counter", "Requests that had to wait for that.", counts.held)
+  family(lines, "hold_expired_total", "counter", "Those of them that no worker came for in time.", counts.expired)
+  family(lines, "held_seconds_total", "counter", "Time that requests have waited.", counts.held_ms / 1000)
+  family(
+    lines,
+    "routed_requests_total",
+    "counter",
+    "Requests sent on: to workers that had the model loaded (warm), that could not tell (possibly), that had to load it"
+      .. " (cold), or had to though others had it loaded, but no place (spill).",
+    labelled("route", by_route)
+  )
+  family(
+    lines,
+    "refused_requests_total",
+    "counter",
+    "Requests refused: broken JSON, no model named, a model that nobody has, or no live worker for it in time.",
+    labelled("reason", by_refusal)
+  )
+  family(lines, "models", "gauge", "Models listed.", size(entries))
+  family(
+    lines,
+    "worker_models",
+    "gauge",
+    "Models that each worker has loaded, as it told last.",
+    of_workers(function(worker)
+      return size(worker.entries)
+    end)
+  )
+  family(
+    lines,
+    "worker_models_read",
+    "gauge",
+    "Whether the worker is live and tells its models.",
+    of_workers(function(worker)
+      return worker.state == "read" and 1 or 0
+    end)
+  )
+  family(
+    lines,
+    "worker_models_age_seconds",
+    "gauge",
+    "Time since each worker told its models; -1 when it never has.",
+    of_workers(function(worker)
+      return worker.read_at and (now - worker.read_at) / 1000 or -1
+    end)
+  )
+  family(lines, "sets_without_pool", "gauge", "Sets of workers that gateway_pools has no place for.", counts.left_out)
+  family(lines, "task_failures_total", "counter", "Errors in the gateway's own program.", counts.restarts)
+  send(applet, 200, "text/plain; version=0.0.4", table.concat(lines, "\n") .. "\n")
+end)
+
+local STATES = {
+  down = "does not take requests",
+  unread = "is being asked for its models",
+  read = "live",
+  failed = "live, does not tell its models",
+}
+
+core.register_cli({ "show", "gateway" }, "show gateway: the workers, and who has which model", function(applet)
+  local lines = { string.format("held: %d", waiting_count()), "", "workers" }
+  for _, worker in ipairs(workers) do
+    local state = STATES[worker.state] .. (worker.problem and ": " .. worker.problem or "")
+    lines[#lines + 1] = string.format("  %-24s %-10s %s", worker.name, worker.kind, state)
+  end
+  lines[#lines + 1] = ""
+  lines[#lines + 1] = "models"
+  local names = {}
+  for name in pairs(plan.models) do
+    names[#names + 1] = name
+  end
+  table.sort(names)
+  local function members(numbers)
+    local found = {}
+    for _, number in ipairs(numbers) do
+      for _, index in ipairs(plan.pools[number].members) do
+        found[#found + 1] = workers[index].name .. (workers[index].state == "down" and " (down)" or "")
+      end
+    end
+    return table.concat(found, ", ")
+  end
+  for _, name in ipairs(names) do
+    local route = plan.models[name]
+    local text = members(route.warm)
+    if #route.cold > 0 then
+      text = text .. (text ~= "" and "; " or "") .. "on demand: " .. members(route.cold)
+    end
+    lines[#lines + 1] = string.format("  %-40s %s", name, text)
+  end
+  applet:send(table.concat(lines, "\n") .. "\n")
+end)

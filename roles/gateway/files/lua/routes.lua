@@ -1,0 +1,306 @@
+-- SPDX-License-Identifier: GPL-3.0-or-later
+-- Which workers serve which model, and which of HAProxy's backends stand for them. Knows nothing of HAProxy.
+--
+-- A *pool* is a backend with all workers, of which those with a weight belong to it; its queue, its least-connections choice
+-- and its retries stay HAProxy's, within the members. Models that the same workers have share a pool.
+--
+-- A worker here is a table: name, key (which of the workers' keys it asks for), weight, max_requests, on_demand;
+--   state   "down", "unread" (it has come back and has not told its models yet), "read", or "failed" (it cannot tell)
+--   warm    name to true: the models that it has loaded, as it told last, or as the inventory announces them
+--   cold    name to true: those that it would load
+
+local routes = {}
+
+-- "read" pools are for workers that have told their models, "failed" ones for those that cannot.
+local function key_of(kind, worker)
+  return kind .. " " .. (worker.key or "")
+end
+
+local function sorted_keys(set)
+  local keys = {}
+  for key in pairs(set) do
+    keys[#keys + 1] = key
+  end
+  table.sort(keys)
+  return keys
+end
+
+-- The sets of workers, one for each key among them, as a list of {kind, members = {index, ...}, signature}.
+local function sets_of(kind, indexes, workers)
+  local by_key, sets = {}, {}
+  for _, index in ipairs(indexes) do
+    local key = key_of(kind, workers[index])
+    by_key[key] = by_key[key] or { kind = kind, members = {} }
+    table.insert(by_key[key].members, index)
+  end
+  for _, key in ipairs(sorted_keys(by_key)) do
+    local set = by_key[key]
+    set.signature = kind .. ":" .. table.concat(set.members, ",")
+    sets[#sets + 1] = set
+  end
+  return sets
+end
+
+-- Name to list of indexes of workers, for one of the tables `warm` and `cold`.
+local function having(workers, class, wanted)
+  local found = {}
+  for index, worker in ipairs(workers) do
+    if not wanted or wanted(worker) then
+      for name in pairs(worker[class]) do
+        found[name] = found[name] or {}
+        table.insert(found[name], index)
+      end
+    end
+  end
+  return found
+end
+
+local function is_subset(members, others)
+  local there = {}
+  for _, index in ipairs(others) do
+    there[index] = true
+  end
+  for _, index in ipairs(members) do
+    if not there[index] then
+      return false
+    end
+  end
+  return true
+end
+
+-- The plan for these workers: at most `count` pools, of which a set keeps the one that it had in `former`, so that what
+-- waits there stays with its model. Returns
+--   pools   number to set; models  name to {warm = {number, ...}, cold = {number, ...}}
+--   failed  list of {number, names = name to true or nil for any}; left_out  sets that no pool was left for
+function routes.plan(workers, count, former)
+  local warm = having(workers, "warm")
+  local cold = having(workers, "cold", function(worker)
+    return worker.on_demand
+  end)
+  local needed, users = {}, {}
+  local function need(set, name)
+    needed[set.signature] = needed[set.signature] or set
+    users[set.signature] = users[set.signature] or {}
+    if name then
+      table.insert(users[set.signature], name)
+    end
+  end
+
+  local models, known = {}, {}
+  for class, found in pairs({ warm = warm, cold = cold }) do
+    for name, indexes in pairs(found) do
+      -- Hundreds of models have the same few sets.
+      local key = table.concat(indexes, ",")
+      known[key] = known[key] or sets_of("read", indexes, workers)
+      models[name] = models[name] or { warm = {}, cold = {} }
+      models[name][class] = known[key]
+      for _, set in ipairs(models[name][class]) do
+        need(set, name)
+      end
+    end
+  end
+
+  local failed = {}
+  local by_names = {}
+  for index, worker in ipairs(workers) do
+    if worker.state == "failed" then
+      local names = table.concat(sorted_keys(worker.warm), "\n")
+      by_names[names] = by_names[names] or {}
+      table.insert(by_names[names], index)
+    end
+  end
+  for _, names in ipairs(sorted_keys(by_names)) do
+    local indexes = by_names[names]
+    for _, set in ipairs(sets_of("failed", indexes, workers)) do
+      need(set)
+      failed[#failed + 1] = { set = set, names = names ~= "" and workers[indexes[1]].warm or nil }
+    end
+  end
+
+  -- Numbers: first who had one, then who comes after a set with one of the same models, then the rest.
+  local pools, number_of, free = {}, {}, {}
+  local signatures = sorted_keys(needed)
+  for number = 1, count do
+    local set = former and former.pools[number]
+    if set and needed[set.signature] then
+      pools[number], number_of[set.signature] = needed[set.signature], number
+    else
+      free[number] = true
+    end
+  end
+  local function take(signature, number)
+    pools[number], number_of[signature], free[number] = needed[signature], number, nil
+  end
+  for _, signature in ipairs(signatures) do
+    for _, name in ipairs(number_of[signature] and {} or users[signature]) do
+      local before = former and former.models[name]
+      for _, number in ipairs(before and before.warm or {}) do
+        if free[number] and not number_of[signature] then
+          take(signature, number)
+        end
+      end
+    end
+  end
+  local left_out = 0
+  for _, signature in ipairs(signatures) do
+    if not number_of[signature] then
+      local number = sorted_keys(free)[1]
+      if number then
+        take(signature, number)
+      else
+        left_out = left_out + 1
+      end
+    end
+  end
+
+  -- A set without a pool is served by pools of some of its workers.
+  local function numbers(set)
+    if number_of[set.signature] then
+      return { number_of[set.signature] }
+    end
+    local found = {}
+    for number, pool in pairs(pools) do
+      if pool.kind == set.kind and is_subset(pool.members, set.members) then
+        found[#found + 1] = number
+      end
+    end
+    return found
+  end
+  local function all_numbers(sets)
+    local found = {}
+    for _, set in ipairs(sets) do
+      for _, number in ipairs(numbers(set)) do
+        found[#found + 1] = number
+      end
+    end
+    table.sort(found)
+    return found
+  end
+  for _, route in pairs(models) do
+    route.warm, route.cold = all_numbers(route.warm), all_numbers(route.cold)
+  end
+  local failed_numbers = {}
+  for _, item in ipairs(failed) do
+    for _, number in ipairs(numbers(item.set)) do
+      failed_numbers[#failed_numbers + 1] = { number = number, names = item.names }
+    end
+  end
+  return { pools = pools, models = models, failed = failed_numbers, left_out = left_out }
+end
+
+-- How a worker's cap is divided among the pools that it belongs to: as even as their demands allow, in whole requests, never
+-- more in all than the cap. `demands` is a list of requests in flight and waiting; returns a list of shares.
+-- An idle pool keeps one place, so that its first request need not wait for the next division, unless there are too few.
+function routes.shares(cap, demands)
+  local order, shares, left = {}, {}, cap
+  for index in ipairs(demands) do
+    order[index], shares[index] = index, 0
+  end
+  table.sort(order, function(one, other)
+    if demands[one] ~= demands[other] then
+      return demands[one] > demands[other]
+    end
+    return one < other
+  end)
+  for _, index in ipairs(order) do
+    if left > 0 then
+      shares[index], left = 1, left - 1
+    end
+  end
+  -- One by one to whoever has least of what it asks for.
+  while left > 0 do
+    local poorest
+    for _, index in ipairs(order) do
+      if shares[index] < demands[index] and (not poorest or shares[index] < shares[poorest]) then
+        poorest = index
+      end
+    end
+    if not poorest then
+      break
+    end
+    shares[poorest], left = shares[poorest] + 1, left - 1
+  end
+  -- What nobody asks for goes round, so that a burst finds room anywhere.
+  local turn = 0
+  while left > 0 do
+    local index = order[turn % #order + 1]
+    shares[index], left, turn = shares[index] + 1, left - 1, turn + 1
+  end
+  return shares
+end
+
+-- The next step from `current` shares to `wanted`: who has more gives it up at once, and who gets more waits until it is
+-- really free, since a pool may still have more in flight than it now may.
+function routes.next_shares(cap, current, wanted, in_flight)
+  local shares, bound = {}, 0
+  for index in ipairs(wanted) do
+    shares[index] = math.min(current[index], wanted[index])
+    bound = bound + math.max(shares[index], in_flight[index])
+  end
+  for index in ipairs(wanted) do
+    -- What it has in flight beyond its share is bound already.
+    local more = math.min(wanted[index] - shares[index], cap - bound)
+    if more > 0 then
+      local before = math.max(shares[index], in_flight[index])
+      shares[index] = shares[index] + more
+      bound = bound + math.max(shares[index], in_flight[index]) - before
+    end
+  end
+  return shares
+end
+
+local turn = 0
+
+-- The best of these pools, and how many places are free and how many requests wait in all that live: the one that has least
+-- to do for its size; those that are alike take turns. `look` tells of a number: live workers, requests there, free places,
+-- requests waiting.
+function routes.best(numbers, look)
+  turn = turn + 1
+  local best, best_load
+  local free_in_all, waiting_in_all = 0, 0
+  for place = 1, #numbers do
+    local number = numbers[(place + turn) % #numbers + 1]
+    local live, requests, free, waiting = look(number)
+    if live > 0 then
+      free_in_all, waiting_in_all = free_in_all + free, waiting_in_all + waiting
+      local load = requests / math.max(requests - waiting + free, 1)
+      if not best or load < best_load then
+        best, best_load = number, load
+      end
+    end
+  end
+  return best, free_in_all, waiting_in_all
+end
+
+-- Where a request for `name` goes: the number of a pool and its class ("warm", "possibly" or "cold"), or nil.
+-- `spill_after`, unless 0: with so many waiting for warm workers, one that would have to load the model may.
+function routes.choose(plan, name, spill_after, look)
+  local route = plan.models[name] or { warm = {}, cold = {} }
+  local number, free, waiting = routes.best(route.warm, look)
+  if number then
+    if spill_after > 0 and free <= 0 and waiting >= spill_after then
+      local cold = routes.best(route.cold, look)
+      if cold then
+        return cold, "spill"
+      end
+    end
+    return number, "warm"
+  end
+  local numbers = {}
+  for _, item in ipairs(plan.failed) do
+    if not item.names or item.names[name] then
+      numbers[#numbers + 1] = item.number
+    end
+  end
+  number = routes.best(numbers, look)
+  if number then
+    return number, "possibly"
+  end
+  number = routes.best(route.cold, look)
+  if number then
+    return number, "cold"
+  end
+  return nil
+end
+
+return routes
