@@ -111,7 +111,10 @@ build: setup ## Build the collection into dist/
 	@$(STEP) build ansible-galaxy collection build --force --output-path dist
 
 ##@ More
-.PHONY: help
+.PHONY: benchmark help
+benchmark: setup ## The gateway beside its peers, on this machine; FULL=1 takes about 25 minutes
+	@$(STEP) benchmark benchmarks/gateway/run $(if $(FULL),,--quick) --json dist/gateway-benchmark.json
+
 help: ## This list
 	@awk -F ':.*## ' '/^##@/ { printf "\n%s\n", substr($$0, 5) } \
 	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -216,13 +216,12 @@ def make_certificate(path: Path) -> None:
     subprocess.run([*command.split(), *names], check=True, stderr=subprocess.DEVNULL)
 
 
-@pytest.fixture(scope="session")
-def configurations(ansible: Ansible) -> dict[str, Path]:
-    """The folder of each rendered configuration."""
+def render(ansible: Ansible, gateways: dict[str, Any], sparks: dict[str, Any]) -> dict[str, Path]:
+    """The folder with the rendered configuration of each gateway, ready for HAProxy. benchmarks/gateway calls it too."""
     done = ansible.run(
         "render.yml",
-        CONFIGURATIONS,
-        SPARKS,
+        gateways,
+        sparks,
         __gateway_keys="{{ directory }}/{{ inventory_hostname }}/keys.map",
         __gateway_client_keys="{{ directory }}/{{ inventory_hostname }}/clients.map",
         __gateway_hold_map="{{ directory }}/{{ inventory_hostname }}/hold.map",
@@ -233,12 +232,19 @@ def configurations(ansible: Ansible) -> dict[str, Path]:
         __gateway_vllm=str(ROOT / "roles/vllm"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    make_certificate(ansible.directory / "secured.pem")
-    folders = {name: ansible.directory / name for name in CONFIGURATIONS}
+    folders = {name: ansible.directory / name for name in gateways}
     if os.geteuid() != 0:
         for folder in folders.values():
             path = folder / "haproxy.cfg"
             path.write_text(RIGHTS.sub("", path.read_text()).replace(" user root group haproxy", ""))
+    return folders
+
+
+@pytest.fixture(scope="session")
+def configurations(ansible: Ansible) -> dict[str, Path]:
+    """The folder of each rendered configuration."""
+    folders = render(ansible, CONFIGURATIONS, SPARKS)
+    make_certificate(ansible.directory / "secured.pem")
     return folders
 
 
