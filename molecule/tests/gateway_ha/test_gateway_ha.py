@@ -241,7 +241,7 @@ def test_a_gateway_that_is_full_keeps_it(gateways: list[Spark]) -> None:
     with ExitStack() as clients:
         for _ in range(300):
             clients.enter_context(socket.create_connection((ADDRESS, 8080), timeout=10))
-        time.sleep(5)
+        time.sleep(4)
         assert holders(gateways) == [active]
     become_well(active)
 
@@ -257,7 +257,7 @@ def test_gateways_that_do_not_hear_each_other(gateways: list[Spark], figure: Fig
         for rule in rules:
             gateways[0].run(rule.format("--delete"))
         until(lambda: len(holders(gateways)) == 1, 10, "one gives it up")
-        time.sleep(6)
+        time.sleep(2)
     figure(f"longest gap {watch.away():.2f} s, {watch.failed} of {len(watch.requests)} requests failed")
     assert holders(gateways) == [gateways[0]]
     assert watch.away() < UNNOTICED
