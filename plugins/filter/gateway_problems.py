@@ -13,7 +13,7 @@ description:
   - Checks what types alone cannot say; ranges, names that HAProxy can take, and values that contradict each other.
   - Names every problem at once, with the variable, its value, what is allowed and what to do.
     Of a secret it names only the variable.
-positional: _input, host, address
+positional: _input, host, address, gateways, hostvars, defaults
 options:
   _input:
     description: The variables of the role C(gateway), without their prefix C(gateway_).
@@ -27,6 +27,19 @@ options:
     description: Address of the gateway's host.
     type: str
     required: true
+  gateways:
+    description: Inventory names of all gateways.
+    type: list
+    elements: str
+    default: []
+  hostvars:
+    description: The variables of all hosts by their inventory names.
+    type: dict
+    default: {}
+  defaults:
+    description: The role's defaults, for gateways that do not set a variable.
+    type: dict
+    default: {}
 """
 
 EXAMPLES = r"""
@@ -48,7 +61,8 @@ _value:
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_interface
 from typing import Any
 
 from ansible_collections.twospark.serving.plugins.filter.gateway_workers import LOADS_ON_DEMAND
@@ -72,6 +86,14 @@ CLIENT_LIMITS = {
     "requests_per_minute": "Requests that it may send in a minute.",
 }
 
+# What gateways that share one address must have alike, or it would not be the same endpoint after a move.
+ALIKE = (
+    *("virtual_address", "virtual_router_id", "virtual_preempt"),
+    *("port", "tls_certificate", "tls_generate", "clients", "paths"),
+)
+# The wildcard of each version of IP.
+WILDCARDS = {4: "0.0.0.0", 6: "::"}
+
 # Each whole number: lowest, highest, what it is.
 NUMBERS = {
     "port": (1, 65535, "The TCP port for clients, like 8080."),
@@ -86,6 +108,11 @@ NUMBERS = {
     "reload_grace": (1, 604800, "Seconds that requests may last on after a reload."),
     "retry_after": (1, 86400, "Seconds after which a refused client shall come again."),
     "max_connections": (16, 1000000, "Connections that the gateway holds at once."),
+    "virtual_router_id": (
+        1,
+        255,
+        "The number of these gateways among all that speak VRRP in their network.",
+    ),
     "threads": (1, 64, "Threads of the gateway; two suffice."),
     "max_body_mib": (1, 64, "MiB that a request may have; each one that waits may take as much memory."),
     "pools": (1, 256, "Sets of workers with the same models that the gateway can tell apart."),
@@ -97,7 +124,14 @@ NUMBERS = {
 }
 
 
-def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> list[str]:
+def gateway_problems(
+    settings: Mapping[str, Any],
+    host: str,
+    address: str,
+    gateways: Sequence[str] = (),
+    hostvars: Mapping[str, Mapping[str, Any]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Name everything that is wrong with ``settings``; see DOCUMENTATION."""
     problems = Problems()
     numbers = {
@@ -144,7 +178,85 @@ def gateway_problems(settings: Mapping[str, Any], host: str, address: str) -> li
     _check_aliases(problems.mapping("gateway_aliases", settings.get("aliases")), problems)
     _check_clients(settings.get("clients") or [], str(settings.get("api_key") or ""), problems)
     _check_ports(settings, numbers, host, address, problems)
+    _check_virtual_address(settings, gateways, hostvars or {}, problems)
+    _check_alike(gateways, hostvars or {}, defaults or {}, problems)
     return problems
+
+
+def _check_virtual_address(
+    settings: Mapping[str, Any],
+    gateways: Sequence[str],
+    hostvars: Mapping[str, Mapping[str, Any]],
+    problems: Problems,
+) -> None:
+    problems.truth("gateway_virtual_preempt", settings.get("virtual_preempt"))
+    interface = str(settings.get("virtual_interface") or "")
+    if not re.fullmatch(r"[A-Za-z0-9_.:@-]{0,15}", interface):
+        problems.append(
+            f"gateway_virtual_interface is {interface!r}; allowed is the name of a network interface, like enp1s0, or nothing."
+        )
+    given = str(settings.get("virtual_address") or "")
+    if not given:
+        return
+    try:
+        virtual = ip_interface(given)
+    except ValueError:
+        virtual = None
+    if virtual is None or any(
+        (virtual.is_loopback, virtual.is_multicast, virtual.is_unspecified, virtual.is_link_local)
+    ):
+        problems.append(
+            f"gateway_virtual_address is {given!r}; allowed is a free IPv4 or IPv6 address of the gateways' network, like 192.0.2.10 or "
+            "192.0.2.10/24, or nothing."
+        )
+        return
+    if len(gateways) < 2:
+        problems.append(
+            f"gateway_virtual_address is {given}, and the group gateways has {len(gateways)} host; allowed are two or more. "
+            "Put another host into the group, or take the address out."
+        )
+    bound, wildcard = str(settings.get("address")), WILDCARDS[virtual.version]
+    if bound != wildcard:
+        problems.append(
+            f"gateway_address is {bound!r} and gateway_virtual_address is {given}; allowed is {wildcard} with it: a gateway must answer at "
+            f"the virtual address as soon as it has it. Set gateway_address to {wildcard}."
+        )
+    if str(settings.get("metrics_address")) == str(virtual.ip):
+        problems.append(
+            f"gateway_metrics_address is {virtual.ip}, the virtual address, which only one gateway has at a time; allowed is an address "
+            "of the host's own, or 127.0.0.1."
+        )
+    for name in hostvars:
+        for variable in ("ansible_host", "fabric_address"):
+            if str(hostvars[name].get(variable)) == str(virtual.ip):
+                problems.append(
+                    f"gateway_virtual_address is {given}, which is {variable} of {name}; allowed is an address that no host has. "
+                    "Choose another."
+                )
+
+
+def _check_alike(
+    gateways: Sequence[str],
+    hostvars: Mapping[str, Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    problems: Problems,
+) -> None:
+    """Do all gateways of one virtual address have the same settings? Values may be secret, so they are not told."""
+
+    def value(gateway: str, name: str) -> Any:
+        variable = f"gateway_{name}"
+        given = hostvars[gateway].get(variable, defaults.get(variable))
+        return given if isinstance(given, list) else str(given)
+
+    if not any(hostvars[gateway].get("gateway_virtual_address") for gateway in gateways):
+        return
+    for name in ALIKE:
+        differing = [gateway for gateway in gateways if value(gateway, name) != value(gateways[0], name)]
+        if differing:
+            problems.append(
+                f"gateway_{name} of {', '.join(differing)} is not that of {gateways[0]}; allowed is one value for all gateways, since they share "
+                "gateway_virtual_address. Set it once, for the group gateways."
+            )
 
 
 def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None:

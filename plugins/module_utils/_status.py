@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,16 @@ COLUMNS = (
 
 
 def status_report(
-    sparks: Mapping[str, Mapping[str, Any]], gateways: Mapping[str, Mapping[str, Any]]
+    sparks: Mapping[str, Mapping[str, Any]],
+    gateways: Mapping[str, Mapping[str, Any]],
+    held: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, list[str]]:
     """Make the table, and say what is not as wanted and what mends it.
 
     ``sparks`` maps each Spark to what serving_info returned (with ``unreachable`` true when it did not), ``gateways``
-    each gateway to the answer to its health check (``status`` is the HTTP status, -1 when there was none).
+    each gateway to the answer to its health check (``status`` is the HTTP status, -1 when there was none), and ``held``
+    each to what its host tells of the virtual address (``stdout`` of ``ip -json address show to ADDRESS``, none where
+    there is no such address).
     Returns ``table`` and ``problems``, both lists of lines.
     """
     problems = [problem for host, info in sparks.items() for problem in _spark_problems(host, info)]
@@ -40,10 +45,33 @@ def status_report(
             problems.append(
                 f"the gateway on {host} reaches no engine (its health is {status}), though one serves: journalctl -u haproxy on that host"
             )
+    lines, of_address = _virtual_address(held or {})
     return {
-        "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())]),
-        "problems": problems,
+        "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())]) + lines,
+        "problems": problems + of_address,
     }
+
+
+def _virtual_address(held: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Where the address of all gateways is, and what is wrong with that."""
+    told = {host: json.loads(shown["stdout"] or "[]") for host, shown in held.items() if "stdout" in shown}
+    if not told:
+        return [], []
+    # Of links without the address ip(8) leaves empty entries.
+    found = {
+        host: entry["local"]
+        for host, links in told.items()
+        for link in links
+        for entry in link.get("addr_info", ())
+        if entry
+    }
+    lines = [f"the gateways' address {address} is on {host}" for host, address in found.items()]
+    if len(found) == 1:
+        return lines, []
+    where = f"{', '.join(found)} all hold" if found else "no gateway holds"
+    return lines, [
+        f"{where} the gateways' address (gateway_virtual_address): journalctl -u keepalived on {', '.join(told)}"
+    ]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -45,6 +45,10 @@ GOOD: dict[str, Any] = {
     "spill_after": 0,
     "max_body_mib": 4,
     "pools": 16,
+    "virtual_address": "",
+    "virtual_router_id": 51,
+    "virtual_preempt": False,
+    "virtual_interface": "",
 }
 
 
@@ -283,3 +287,101 @@ def test_clients(clients: list[dict[str, Any]], expected: str) -> None:
 def test_clients_need_the_workers_key() -> None:
     (problem,) = problems(clients=[{"name": "a", "key": KEY}])
     assert "neither gateway_api_key nor vllm_api_key is" in problem
+
+
+VIRTUAL = "192.0.2.10"
+PAIR = ["a", "b"]
+
+
+def shared(
+    changes: dict[str, Any] | None = None,
+    of_a: dict[str, Any] | None = None,
+    of_b: dict[str, Any] | None = None,
+    gateways: list[str] = PAIR,
+) -> list[str]:
+    """What is wrong with gateway a, when both share an address, and with what each sets for itself."""
+    alike = {"gateway_virtual_address": VIRTUAL}
+    hostvars = {
+        "a": {"ansible_host": "192.0.2.11", "fabric_address": "198.51.100.11", **alike, **(of_a or {})},
+        "b": {"ansible_host": "192.0.2.12", **alike, **(of_b or {})},
+        "c": {"ansible_host": "192.0.2.13"},
+    }
+    settings = {**GOOD, "virtual_address": VIRTUAL, **(changes or {})}
+    defaults = {f"gateway_{name}": value for name, value in GOOD.items()}
+    return gateway_problems(settings, "a", "192.0.2.11", gateways, hostvars, defaults)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_b"),
+    [
+        ({}, {}),
+        ({"virtual_address": "192.0.2.10/24", "virtual_preempt": "yes", "virtual_interface": "enP7s7"}, {}),
+        ({"virtual_address": "2001:db8::10/64", "address": "::"}, {}),
+        # What one sets and the other has by default is alike; what clients do not see may differ.
+        ({}, {"gateway_port": "8080", "gateway_clients": [], "gateway_virtual_preempt": False}),
+        ({}, {"gateway_threads": 4, "gateway_virtual_interface": "eth1"}),
+    ],
+)
+def test_a_good_virtual_address(changes: dict[str, Any], of_b: dict[str, Any]) -> None:
+    assert shared(changes, of_b=of_b) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"virtual_address": "192.0.2.300"}, "gateway_virtual_address is '192.0.2.300'; allowed is a free IPv4 or IPv6 address"),
+        ({"virtual_address": "gateway.example"}, "gateway_virtual_address is 'gateway.example'; allowed is a free"),
+        ({"virtual_address": "127.0.0.5"}, "gateway_virtual_address is '127.0.0.5'; allowed is a free"),
+        ({"virtual_address": "192.0.2.12/24"}, "gateway_virtual_address is 192.0.2.12/24, which is ansible_host of b;"),
+        ({"virtual_address": "192.0.2.13"}, "gateway_virtual_address is 192.0.2.13, which is ansible_host of c;"),
+        ({"virtual_address": "198.51.100.11"}, "gateway_virtual_address is 198.51.100.11, which is fabric_address of a;"),
+        ({"address": "192.0.2.11"}, "gateway_address is '192.0.2.11' and gateway_virtual_address is 192.0.2.10; allowed is 0.0.0.0"),
+        ({"address": VIRTUAL}, "gateway_address is '192.0.2.10' and gateway_virtual_address is 192.0.2.10; allowed is 0.0.0.0"),
+        ({"virtual_address": "2001:db8::10"}, "gateway_address is '0.0.0.0' and gateway_virtual_address is 2001:db8::10; allowed is ::"),
+        ({"metrics_address": VIRTUAL}, "gateway_metrics_address is 192.0.2.10, the virtual address"),
+        ({"virtual_router_id": 256}, "gateway_virtual_router_id is 256; allowed is a whole number from 1 to 255."),
+        ({"virtual_preempt": "first"}, "gateway_virtual_preempt is 'first'; allowed is true or false."),
+        ({"virtual_interface": "a link"}, "gateway_virtual_interface is 'a link'; allowed is the name of a network interface"),
+    ],
+)  # fmt: skip
+def test_a_bad_virtual_address(changes: dict[str, Any], expected: str) -> None:
+    (problem,) = shared(changes)
+    assert problem.startswith(expected)
+
+
+def test_a_virtual_address_needs_two_gateways() -> None:
+    (problem,) = shared(gateways=["a"])
+    assert problem.startswith(
+        "gateway_virtual_address is 192.0.2.10, and the group gateways has 1 host; allowed are two or more."
+    )
+
+
+@pytest.mark.parametrize(
+    "of_b",
+    [
+        {"gateway_virtual_address": ""},
+        {"gateway_virtual_address": "192.0.2.9"},
+        {"gateway_virtual_router_id": 52},
+        {"gateway_virtual_preempt": True},
+        {"gateway_port": 8081},
+        {"gateway_tls_certificate": "/etc/ssl/gateway.pem"},
+        {"gateway_tls_generate": True},
+        {"gateway_clients": [{"name": "alice", "key": KEY}]},
+        {"gateway_paths": ["/v1/models"]},
+    ],
+)
+def test_gateways_of_one_address_are_alike(of_b: dict[str, Any]) -> None:
+    (variable,) = of_b
+    (problem,) = shared(of_b=of_b)
+    assert problem.startswith(f"{variable} of b is not that of a; allowed is one value for all gateways")
+    assert KEY not in problem
+
+
+def test_a_gateway_that_does_not_know_the_address_is_told_too() -> None:
+    (problem,) = shared({"virtual_address": ""}, of_a={"gateway_virtual_address": ""})
+    assert problem.startswith("gateway_virtual_address of b is not that of a")
+
+
+def test_gateways_with_addresses_of_their_own_may_differ() -> None:
+    none = {"gateway_virtual_address": ""}
+    assert shared({"virtual_address": ""}, of_a=none, of_b={**none, "gateway_port": 8081}) == []

@@ -118,3 +118,28 @@ def test_the_table() -> None:
 def test_the_phase_tells_how_far_a_start_is(shown: dict[str, Any], cell: str) -> None:
     header, line = status.status_report({"a": shown}, {})["table"]
     assert line[header.index("phase") : header.index("since")].strip() == cell
+
+
+HELD = {
+    "stdout": '[{}, {"addr_info": [{}, {}]}, {"ifname": "eth0", "addr_info": [{"local": "192.0.2.10", "prefixlen": 32}]}]'
+}
+FREE = {"stdout": "[]"}
+
+
+@pytest.mark.parametrize(
+    ("held", "line", "problem"),
+    [
+        ({}, "", ""),
+        ({"a": {"skipped": True}, "b": {"skipped": True}}, "", ""),
+        ({"a": FREE, "b": HELD}, "the gateways' address 192.0.2.10 is on b", ""),
+        ({"a": {"unreachable": True}, "b": HELD}, "the gateways' address 192.0.2.10 is on b", ""),
+        ({"a": FREE, "b": FREE}, "", "no gateway holds the gateways' address (gateway_virtual_address): journalctl -u keepalived on a, b"),
+        ({"a": HELD, "b": HELD}, "the gateways' address 192.0.2.10 is on a", "a, b all hold the gateways' address"),
+    ],
+)  # fmt: skip
+def test_the_gateways_address(held: dict[str, Any], line: str, problem: str) -> None:
+    report = status.status_report({"spark-a": GOOD}, {}, held)
+    assert line in "\n".join(report["table"])
+    assert len(report["table"]) >= 2 + bool(line)
+    assert bool(report["problems"]) == bool(problem)
+    assert problem in "\n".join(report["problems"])
