@@ -352,7 +352,9 @@ class Gateway:
     def running(self) -> Iterator[Gateway]:
         with self._log_server(), (self.directory / "haproxy.log").open("w") as output:
             command = [HAPROXY, "-W", "-db", "-f", str(self.directory / "haproxy.cfg")]
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            environment = json.loads((self.directory / "environment.json").read_text())
+            environment = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             try:
                 until(self._is_up)
                 yield self
