@@ -261,7 +261,7 @@ class Worker:
                     self.stream(body, leave)
                 else:
                     leave()
-                    answer = {"served_by": worker.name, "path": self.path}
+                    answer = {"served_by": worker.name, "path": self.path, **body.get("reply", {})}
                     self.answer(
                         body.get("status", 200),
                         json.dumps(answer).encode(),

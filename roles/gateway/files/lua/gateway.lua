@@ -26,6 +26,8 @@ local keys = Map.new(settings.keys, Map._str)
 -- How often a worker is looked at, how often it is asked for its models, how long it may take to answer, and how often it may
 -- fail before its models count as unknown.
 local LOOK_MS = 50
+-- With dozens of workers each can wait a little, as a look makes a list of all that HAProxy knows of it.
+local LOOK_MS_PER_WORKER = 2
 local READ_MS = 2000
 local AGAIN_MS = 100
 local PATIENCE_SECONDS = 2
@@ -420,7 +422,7 @@ core.register_init(function()
   replan()
 end)
 for _, worker in ipairs(workers) do
-  for_ever(LOOK_MS, function()
+  for_ever(math.max(LOOK_MS, LOOK_MS_PER_WORKER * #workers), function()
     look_at(worker)
   end)
 end
