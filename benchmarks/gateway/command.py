@@ -92,7 +92,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     plan = (quick if options.quick else full)(options.outage or (10 if options.quick else 60))
     result |= {"versions": versions, "left_out": left_out, "problems": {}, "plan": plan.__dict__}
     kinds: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in ("throughput", "streaming", "return", "memory", "held", "stop", "growth")
+        name: []
+        for name in ("throughput", "streaming", "return", "memory", "held", "stop", "rolling", "growth")
     }
     result |= kinds
     started = time.monotonic()

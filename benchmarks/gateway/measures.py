@@ -123,6 +123,10 @@ class Bench:
                 self._gateways([name], [worker.port for worker in workers]) as gateways,
             ):
                 for one in gateways:
+                    yield (
+                        "rolling",
+                        {"gateway": one.name, **asyncio.run(_rolling(one, workers, self.plan.streams))},
+                    )
                     yield "memory", {"gateway": one.name, **asyncio.run(_memory(one, self.plan.streams))}
                     yield (
                         "stop",
@@ -285,6 +289,34 @@ async def _stop(one: Gateway, victim: Worker, seconds: float) -> Record:
         seen = [each for task in users for each in await task]
     verdicts = Counter(each.verdict(20) for each in seen)
     return {"streams": len(seen), **{name: verdicts[name] for name in ("ok", "cut", "refused", "wrong")}}
+
+
+async def _rolling(one: Gateway, workers: Sequence[Worker], count: int) -> Record:
+    """So many clients stream without a pause, 4 s each, while each worker in turn drains, ends and comes back."""
+    over = asyncio.Event()
+
+    async def user() -> list[str]:
+        verdicts = []
+        while not over.is_set():
+            verdicts.append((await stream(session, one, {"chunks": 5, "interval": 1})).verdict(5))
+            if verdicts[-1] != "ok":
+                await asyncio.sleep(0.2)
+        return verdicts
+
+    async with client() as session:
+        users = [asyncio.create_task(user()) for _ in range(count)]
+        await asyncio.sleep(2)
+        for worker in workers:
+            await asyncio.to_thread(worker.drain)
+            worker.start()
+            await asyncio.to_thread(wait_until, lambda: healthy(worker.port), 10)  # noqa: B023  (called at once)
+            await asyncio.sleep(1)
+        over.set()
+        verdicts = Counter(each for seen in await asyncio.gather(*users) for each in seen)
+    return {
+        "streams": verdicts.total(),
+        **{name: verdicts[name] for name in ("ok", "cut", "refused", "wrong")},
+    }
 
 
 async def _held(one: Gateway, workers: Sequence[Worker], count: int) -> Record:

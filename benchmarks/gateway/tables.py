@@ -87,14 +87,21 @@ def _figures(result: dict[str, Any]) -> Iterator[Figure]:
         if min(value or 0 for value in opened.values()) < streams:
             yield Figure("memory: streams that it had open then", False, opened)
     yield from _return(result["return"])
-    if result["stop"]:
+    for measure, event in (
+        ("stop", "1 of 4 workers dies"),
+        ("rolling", "each worker drains and restarts in turn"),
+    ):
         for key, meaning in (
-            ("cut", "cut off with it, %"),
+            ("cut", "cut off, %"),
             ("refused", "refused, %"),
             ("wrong", "with lost, doubled or disordered chunks, %"),
         ):
-            values = _medians(result["stop"], lambda record, key=key: 100 * record[key] / record["streams"])  # type: ignore[misc]
-            yield Figure(f"1 of 4 workers dies: streams {meaning}", True, values)
+            if result[measure]:
+                values = _medians(
+                    result[measure],
+                    lambda record, key=key: 100 * record[key] / record["streams"],  # type: ignore[misc]
+                )
+                yield Figure(f"{event}: streams {meaning}", True, values)
 
 
 def _throughput(records: Sequence[Record]) -> Iterator[Figure]:

@@ -9,6 +9,8 @@ import json
 import logging
 import multiprocessing
 import multiprocessing.process
+import os
+import signal
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from benchmarks.gateway.processes import LOOPBACK, free_port, running, wait_until
 
@@ -156,8 +159,45 @@ def _event(delta: dict[str, str], finish: str | None = None) -> bytes:
     return b"data: %s\n\n" % json.dumps(chunk).encode()
 
 
+DRAIN_SECONDS = 8
+
+# A process is one worker: what it has in hand, and whether it takes more.
+_life = {"requests": 0, "drains": False}
+
+
+@web.middleware
+async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
+    _life["requests"] += 1
+    try:
+        return await handler(request)
+    finally:
+        _life["requests"] -= 1
+
+
 async def _health(_request: web.Request) -> web.Response:
-    return web.Response()
+    return web.Response(status=404 if _life["drains"] else 200)
+
+
+async def _end_when_idle(_application: web.Application) -> None:
+    """On SIGTERM answer the health check with 404, finish what is in hand, and go."""
+
+    async def end() -> None:
+        _life["drains"] = True
+        # Long enough for the next health check.
+        await asyncio.sleep(1)
+        # Some gateways never notice, and go on sending.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while _life["requests"] > 0:  # noqa: ASYNC110  (nobody but this waits for it)
+                    await asyncio.sleep(0.05)
+        os._exit(0)
+
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: _tasks.append(asyncio.ensure_future(end()))
+    )
+
+
+_tasks: list[asyncio.Future[None]] = []
 
 
 async def _models(_request: web.Request) -> web.Response:
@@ -168,11 +208,20 @@ def serve(port: int) -> None:
     """Be a worker until killed."""
     # One of the gateways tries other protocols first.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
-    application = web.Application(client_max_size=64_000_000)
+    application = web.Application(client_max_size=64_000_000, middlewares=[_count])
+    application.on_startup.append(_end_when_idle)
     application.router.add_get("/health", _health)
     application.router.add_get("/v1/models", _models)
     application.router.add_post("/v1/chat/completions", _chat)
-    web.run_app(application, host=LOOPBACK, port=port, print=None, access_log=None, backlog=4096)
+    web.run_app(
+        application,
+        host=LOOPBACK,
+        port=port,
+        print=None,
+        access_log=None,
+        backlog=4096,
+        handle_signals=False,
+    )
 
 
 class Worker:
@@ -185,6 +234,13 @@ class Worker:
     def start(self) -> None:
         self._process = _FORKS.Process(target=serve, args=(self.port,), daemon=True)
         self._process.start()
+
+    def drain(self) -> None:
+        """Let it finish what it has in hand; returns when it is gone."""
+        if self._process:
+            self._process.terminate()
+            self._process.join()
+            self._process = None
 
     def kill(self) -> None:
         if self._process:

@@ -77,7 +77,7 @@ def test_the_tables_tell_medians_the_best_peer_and_who_is_left_out() -> None:
             for name in figures
             for number, figure in enumerate(figures[name])
         ],
-        **{name: [] for name in ("streaming", "return", "memory", "held", "stop", "growth")},
+        **{name: [] for name in ("streaming", "return", "memory", "held", "stop", "rolling", "growth")},
     }
     text = tables(result)
     assert "- Left out: smg: pip says no" in text
