@@ -12,6 +12,7 @@
 --
 -- GATEWAY_ROUTING names the file with the workers and settings, which the role writes.
 
+local affinity = require("affinity")
 local asked = require("asked")
 local catalogue = require("catalogue")
 local routes = require("routes")
@@ -478,6 +479,34 @@ local function hold(txn, model, seconds, began)
   return number, class, problem
 end
 
+-- With gateway_affinity: names the request's conversation (txn.affinity) and the copy of this pool that is to have it (txn.home).
+local function go_home(txn, model, number)
+  local function digest(text)
+    return txn.c:xxh64(text)
+  end
+  local key =
+    affinity.key(txn.sf:path(), txn.sf:req_hdr("x-session-id"), model, txn.sf:req_body(), digest)
+  if not key then
+    return
+  end
+  txn:set_var("txn.affinity", key)
+  local copies = {}
+  for _, index in ipairs(plan.pools[number].members) do
+    local worker = workers[index]
+    local stats = core.backends["pool" .. number].servers[worker.name]:get_stats()
+    -- Naming a copy would also send a request to one that drains.
+    if is_live(worker) and stats.status:find("^UP") and stats.weight > 0 then
+      copies[#copies + 1] = {
+        name = worker.name,
+        weight = stats.weight,
+        in_flight = stats.scur,
+        free = stats.slim - stats.scur,
+      }
+    end
+  end
+  txn:set_var("txn.home", affinity.home(key, copies, settings.affinity_bound, digest))
+end
+
 core.register_action("route", { "http-req" }, function(txn)
   local model, problem = asked.model(txn.sf:req_body(), txn.sf:req_hdr("content-type"))
   if not model then
@@ -504,6 +533,9 @@ core.register_action("route", { "http-req" }, function(txn)
   txn:set_var("txn.route", class)
   txn:set_var("txn.pool", "pool" .. number)
   txn:set_var("txn.key", workers[plan.pools[number].members[1]].key)
+  if settings.affinity then
+    go_home(txn, model, number)
+  end
 end)
 
 -- ---------------------------------------------------------------- answers
