@@ -38,13 +38,13 @@ class Case:
 
     # Two sets, each with a system prompt of its own: one that has long conversations and one that has short ones.
     conversations: tuple[int, int] = (12, 12)
-    turns: tuple[int, int] = (12, 6)
+    turns: tuple[int, int] = (24, 12)
     system: int = 128
     question: int = 320
     answer: int = 64
-    # Of each copy; all conversations at once have about 60,000.
-    cache: int = 36_000
-    computed_per_second: int = 20_000
+    # Of each copy; all conversations at once have about 85,000.
+    cache: int = 48_000
+    computed_per_second: int = 40_000
     answer_seconds: float = 0.1
     # The mean; it is spread as waits between independent events are.
     think_seconds: float = 0.3
