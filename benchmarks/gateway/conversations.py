@@ -25,6 +25,7 @@ from benchmarks.gateway.gateways import CHAT
 from benchmarks.gateway.processes import LOOPBACK, free_port, running
 from benchmarks.gateway.worker import MODEL, completion, model_list
 from tests.gateway.conftest import Ansible, render
+from tests.gateway.rig import environment_of
 
 # Tokens of a block, as in vLLM.
 BLOCK = 16
@@ -37,17 +38,17 @@ class Case:
     """What is asked for, and what a copy can do. Tokens unless another unit is named."""
 
     # Two sets, each with a system prompt of its own: one that has long conversations and one that has short ones.
-    conversations: tuple[int, int] = (12, 12)
+    conversations: tuple[int, int] = (24, 24)
     turns: tuple[int, int] = (24, 12)
-    system: int = 128
-    question: int = 320
-    answer: int = 64
+    system: int = 64
+    question: int = 160
+    answer: int = 32
     # Of each copy; all conversations at once have about 85,000.
-    cache: int = 48_000
+    cache: int = 34_000
     computed_per_second: int = 40_000
     answer_seconds: float = 0.1
     # The mean; it is spread as waits between independent events are.
-    think_seconds: float = 0.3
+    think_seconds: float = 0.7
 
 
 CASES = {
@@ -57,7 +58,7 @@ CASES = {
     # A long system prompt and one question: nothing to return to.
     "one-shot": Case(turns=(1, 1), system=2048, question=128),
     # Nearly all places are taken, so many requests wait for one.
-    "full": Case(conversations=(24, 24), cache=72_000, answer_seconds=0.5, think_seconds=0.1),
+    "full": Case(answer_seconds=0.5, think_seconds=0.1),
 }
 
 
@@ -66,7 +67,8 @@ class Copy:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.port = free_port()
+        self._door = socket.create_server((LOOPBACK, 0))
+        self.port = self._door.getsockname()[1]
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._computing = asyncio.Lock()
         self._answers = 0
@@ -119,7 +121,7 @@ class Copy:
         application.router.add_post(CHAT, self.chat)
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, LOOPBACK, self.port).start()
+        await web.SockSite(runner, self._door).start()
         try:
             yield
         finally:
@@ -282,7 +284,7 @@ def compare(
                 for copy in rigs[way]:
                     await stack.enter_async_context(copy.serving())
                 command = ["haproxy", "-W", "-db", "-f", str(folders[host] / "haproxy.cfg")]
-                stack.enter_context(running(command, folders[host], {}))
+                stack.enter_context(running(command, folders[host], environment_of(folders[host])))
                 return await play(case, rigs[way], hosts[host]["gateway_port"], warm_up, seconds)
 
         for way in ways:

@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.gateway.processes import LOOPBACK, Program, free_port, running, wait_until
 from benchmarks.gateway.worker import MODEL
 from tests.gateway.conftest import Ansible, render
+from tests.gateway.rig import environment_of
 
 OURS = "ours"
 CHAT = "/v1/chat/completions"
@@ -147,6 +148,7 @@ def launched(name: str, directory: Path, workers: Sequence[int]) -> Iterator[Gat
             log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             log.bind((LOOPBACK, 0))
             command = _ours(directory, port, workers, log.getsockname()[1])
+            environment |= environment_of(directory / OURS)
         elif name in SYSTEM_PEERS:
             configuration = directory / f"{name}.conf"
             configuration.write_text((_haproxy if name == "haproxy" else _nginx)(port, workers))
@@ -174,6 +176,7 @@ def _ours(directory: Path, port: int, workers: Sequence[int], log: int) -> list[
         "gateway_workers": [
             {
                 "name": f"worker-{number}",
+                "kind": "vllm",
                 "address": LOOPBACK,
                 "port": worker,
                 "health_port": worker,

@@ -196,6 +196,12 @@ def gateway_workers(
             "max_requests": max_requests,
         }
 
+    unknown = [spark for spark in sparks if spark not in hostvars]
+    if unknown:
+        raise AnsibleFilterError(
+            f"gateway_sparks names {', '.join(unknown)}, not in the inventory; allowed are its hosts, by default the group sparks. "
+            "Mend it, or list a server that is no Spark in gateway_workers."
+        )
     workers = [worker(spark, "replica") for spark in sparks]
     pair = _pair(sparks, hostvars)
     if len(pair) == 2 and all(hostvars[spark].get("fabric_address") for spark in pair):

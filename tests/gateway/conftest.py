@@ -234,6 +234,7 @@ def render(ansible: Ansible, gateways: dict[str, Any], sparks: dict[str, Any]) -
         __gateway_client_keys="{{ directory }}/{{ inventory_hostname }}/clients.map",
         __gateway_hold_map="{{ directory }}/{{ inventory_hostname }}/hold.map",
         __gateway_health_paths="{{ directory }}/{{ inventory_hostname }}/health.map",
+        __gateway_routes="{{ directory }}/{{ inventory_hostname }}/routes.map",
         __gateway_routing="{{ directory }}/{{ inventory_hostname }}/routing.json",
         __gateway_program_folder=str(ROOT / "roles/gateway/files/lua"),
         __gateway_socket="{{ directory }}/{{ inventory_hostname }}/admin.sock",

@@ -261,7 +261,7 @@ class Worker:
                     self.stream(body, leave)
                 else:
                     leave()
-                    answer = {"served_by": worker.name, "path": self.path}
+                    answer = {"served_by": worker.name, "path": self.path, **body.get("reply", {})}
                     self.answer(
                         body.get("status", 200),
                         json.dumps(answer).encode(),
@@ -332,6 +332,12 @@ class Answer:
         return self.headers.get("x-served-by")
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """What HAProxy's unit would give it, of a folder with a rendered configuration."""
+    environment = json.loads((folder / "environment.json").read_text())
+    return {name: str(value) for name, value in environment.items()}
+
+
 @dataclass
 class Gateway:
     """HAProxy with one of the rendered configurations, run as its unit runs it: a master with a worker process."""
@@ -352,7 +358,8 @@ class Gateway:
     def running(self) -> Iterator[Gateway]:
         with self._log_server(), (self.directory / "haproxy.log").open("w") as output:
             command = [HAPROXY, "-W", "-db", "-f", str(self.directory / "haproxy.cfg")]
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            environment = {**os.environ, **environment_of(self.directory)}
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             try:
                 until(self._is_up)
                 yield self

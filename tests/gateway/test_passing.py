@@ -150,6 +150,22 @@ def test_the_access_log(single: Gateway) -> None:
     assert entry["bytes_out"] > len(answer.body)
 
 
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        ({"prompt_tokens": 7, "completion_tokens": 3}, ("7", "3")),
+        ({"input_tokens": 70, "output_tokens": 0}, ("70", "0")),
+        ({}, ("-", "-")),
+    ],
+)
+def test_the_access_log_tells_the_tokens(
+    single: Gateway, usage: dict[str, int], tokens: tuple[str, str]
+) -> None:
+    assert single.chat(reply={"choices": ["usage"], "usage": usage}).json["usage"] == usage
+    until(lambda: single.log)
+    assert (single.log[0]["tokens_in"], single.log[0]["tokens_out"]) == tokens
+
+
 def test_the_access_log_of_what_waited(single: Gateway, clients: Clients, spark_a: Worker) -> None:
     held = clients.chats(1, hold=True)
     until(lambda: spark_a.in_flight == 1)

@@ -5,8 +5,8 @@
 -- HAProxy does all else. It checks each worker in the backend `workers`; the backends pool1, pool2, ... each have all workers,
 -- and this program gives a weight to those of them that belong to a pool (routes.lua). Where it fails, the last weights stay.
 --
---   http-req lua.route    reads the model, waits for a worker, sets txn.model, txn.pool, txn.route, txn.key, txn.held_ms;
---                         where there is no pool, txn.refusal says why
+--   http-req lua.route    for what HAProxy finds in no table: reads the model, waits for a worker, sets txn.model, txn.pool,
+--                         txn.route, txn.held_ms; where there is no pool, txn.refusal says why
 --   http-req lua.affinity with gateway_affinity: sets txn.affinity (what the request belongs to) and txn.home (the copy of its
 --                         pool that is to have it), where there is one
 --   service lua.models    GET /v1/models and /v1/models/NAME
@@ -29,6 +29,8 @@ local keys = Map.new(settings.keys, Map._str)
 -- How often a worker is looked at, how often it is asked for its models, how long it may take to answer, and how often it may
 -- fail before its models count as unknown.
 local LOOK_MS = 50
+-- With dozens of workers each can wait a little, as a look makes a list of all that HAProxy knows of it.
+local LOOK_MS_PER_WORKER = 2
 local READ_MS = 2000
 local AGAIN_MS = 100
 local PATIENCE_SECONDS = 2
@@ -46,7 +48,8 @@ local FIRST_CHECK_MS = 3000
 local ASK_MS = 100
 
 local counts = { held = 0, expired = 0, held_ms = 0, restarts = 0, left_out = 0 }
-local by_route = { warm = 0, possibly = 0, cold = 0, spill = 0 }
+-- Those for warm workers are the rest of what the pools got.
+local by_route = { possibly = 0, cold = 0, spill = 0 }
 local by_refusal = { broken = 0, no_model = 0, unknown_model = 0, no_worker = 0 }
 -- Request to the moment of its last look. One whose client has gone looks no more, and nobody is told of that.
 local looking = {}
@@ -199,6 +202,39 @@ local function make_list()
   list = catalogue.list(entries)
 end
 
+-- What HAProxy itself can look up: the pool of each model that one alone serves, and the key that a pool asks for.
+local looked_up = {}
+
+local function fill_tables()
+  local found = {}
+  for name, route in pairs(plan.models) do
+    if #route.warm == 1 and settings.spill_after == 0 then
+      found[name] = "pool" .. route.warm[1]
+    end
+  end
+  for name in pairs(looked_up) do
+    if not found[name] then
+      core.del_map(settings.routes, name)
+    end
+  end
+  for name, pool in pairs(found) do
+    if looked_up[name] ~= pool then
+      core.set_map(settings.routes, name, pool)
+    end
+  end
+  looked_up = found
+  for number = 1, settings.pools do
+    local pool = plan.pools[number]
+    local name = pool and workers[pool.members[1]].key or ""
+    local secret, before = name ~= "" and keys:lookup(name), keys:lookup("pool" .. number)
+    if secret and secret ~= before then
+      core.set_map(settings.keys, "pool" .. number, secret)
+    elseif not secret and before then
+      core.del_map(settings.keys, "pool" .. number)
+    end
+  end
+end
+
 -- After anything about the workers has changed.
 local function replan()
   local former = plan
@@ -227,6 +263,7 @@ local function replan()
     end
     divide(worker)
   end
+  fill_tables()
   make_list()
 end
 
@@ -304,10 +341,10 @@ local function models_of(worker)
   return warm, cold, listed
 end
 
--- Does HAProxy send requests to it? Nil where it does not know yet: until its first check it takes each for live.
+-- Does HAProxy take it for live? Nil where it does not know yet: at first it takes each for live, until enough checks failed.
 local function is_live(worker)
   local stats = core.backends.workers.servers[worker.name]:get_stats()
-  if stats.check_status:find("INI") then
+  if stats.status:find("^UP") and worker.state == "unread" and not stats.check_status:find("OK") then
     return nil
   end
   return stats.status:find("^UP") ~= nil
@@ -388,7 +425,7 @@ core.register_init(function()
   replan()
 end)
 for _, worker in ipairs(workers) do
-  for_ever(LOOK_MS, function()
+  for_ever(math.max(LOOK_MS, LOOK_MS_PER_WORKER * #workers), function()
     look_at(worker)
   end)
 end
@@ -503,10 +540,11 @@ core.register_action("route", { "http-req" }, function(txn)
       return
     end
   end
-  by_route[class] = by_route[class] + 1
+  if by_route[class] then
+    by_route[class] = by_route[class] + 1
+  end
   txn:set_var("txn.route", class)
   txn:set_var("txn.pool", "pool" .. number)
-  txn:set_var("txn.key", workers[plan.pools[number].members[1]].key)
 end)
 
 -- ---------------------------------------------------------------- affinity
@@ -521,8 +559,8 @@ core.register_action("affinity", { "http-req" }, function(txn)
     return
   end
   txn:set_var("txn.affinity", key)
-  local copies = {}
-  for _, index in ipairs(plan.pools[tonumber(pool:match("%d+$"))].members) do
+  local copies, planned = {}, plan.pools[tonumber(pool:match("%d+$"))]
+  for _, index in ipairs(planned and planned.members or {}) do
     local worker = workers[index]
     local stats = core.backends[pool].servers[worker.name]:get_stats()
     -- Naming a copy would also send a request to one that drains.
@@ -630,6 +668,14 @@ local function of_workers(value)
   return labelled("worker", found)
 end
 
+local function warm_requests()
+  local count = -by_route.possibly - by_route.cold - by_route.spill
+  for number = 1, settings.pools do
+    count = count + core.backends["pool" .. number]:get_stats().stot
+  end
+  return math.floor(count)
+end
+
 core.register_service("metrics", "http", function(applet)
   local lines, now = {}, now_ms()
   family(lines, "held_requests", "gauge", "Requests that wait for a worker to become live.", waiting_count())
@@ -642,7 +688,12 @@ core.register_service("metrics", "http", function(applet)
     "counter",
     "Requests sent on: to workers that had the model loaded (warm), that could not tell (possibly), that had to load it"
       .. " (cold), or had to though others had it loaded, but no place (spill).",
-    labelled("route", by_route)
+    labelled("route", {
+      warm = warm_requests(),
+      possibly = by_route.possibly,
+      cold = by_route.cold,
+      spill = by_route.spill,
+    })
   )
   family(
     lines,

@@ -229,3 +229,8 @@ def test_what_cannot_be_used(hostvars: dict[str, dict[str, Any]], message: str) 
     with pytest.raises(AnsibleFilterError) as error:
         gateway_workers(list(hostvars), hostvars, DEFAULTS, PRESETS)
     assert str(error.value) == message
+
+
+def test_a_spark_that_is_not_there_is_named() -> None:
+    with pytest.raises(AnsibleFilterError, match="gateway_sparks names z, not in the inventory"):
+        gateway_workers(["a", "z"], {"a": A}, DEFAULTS, PRESETS)
