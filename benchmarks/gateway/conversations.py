@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.gateway.gateways import CHAT
-from benchmarks.gateway.processes import LOOPBACK, free_port, running
+from benchmarks.gateway.processes import LOOPBACK, running
 from benchmarks.gateway.worker import MODEL, completion, model_list
 from tests.gateway.conftest import Ansible, render
 from tests.gateway.rig import environment_of
@@ -236,23 +236,18 @@ async def _until_served(session: aiohttp.ClientSession, port: int, copies: int) 
     raise RuntimeError(f"after 15 s the gateway sends requests to {len(seen)} of {copies} copies")
 
 
-@contextlib.contextmanager
-def _log_socket() -> Iterator[int]:
-    """Where the access log goes: the kernel drops what nobody reads."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as log:
-        log.bind((LOOPBACK, 0))
-        yield log.getsockname()[1]
-
-
-def _variables(copies: Sequence[Copy], log: int, bound: int | None) -> dict[str, Any]:
+def _variables(
+    copies: Sequence[Copy], port: int, metrics_port: int, log: int, bound: int | None
+) -> dict[str, Any]:
     return {
         "gateway_address": LOOPBACK,
-        "gateway_port": free_port(),
-        "gateway_metrics_port": free_port(),
+        "gateway_port": port,
+        "gateway_metrics_port": metrics_port,
         "gateway_log": f"{LOOPBACK}:{log}",
         "gateway_workers": [
             {
                 "name": f"copy-{number}",
+                "kind": "vllm",
                 "address": LOOPBACK,
                 "port": copy.port,
                 "health_port": copy.port,
@@ -265,16 +260,27 @@ def _variables(copies: Sequence[Copy], log: int, bound: int | None) -> dict[str,
     }
 
 
+def _held_port(stack: contextlib.ExitStack, kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
+    """A port that only HAProxy, which shares it, can take meanwhile. Of a log nobody reads the kernel drops what comes."""
+    held = stack.enter_context(socket.socket(socket.AF_INET, kind))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((LOOPBACK, 0))
+    port: int = held.getsockname()[1]
+    return port
+
+
 def compare(
     case: Case, bounds: Sequence[int], directory: Path, warm_up: float, seconds: float
 ) -> dict[str, Outcome]:
     """The same clients with least connections, then with affinity and each of these bounds; times in seconds."""
     ways: dict[str, int | None] = {LEASTCONN: None} | {f"affinity {bound}": bound for bound in bounds}
     outcomes = {}
-    with _log_socket() as log:
+    with contextlib.ExitStack() as ports:
         rigs = {way: [Copy(case), Copy(case)] for way in ways}
+        log = _held_port(ports, socket.SOCK_DGRAM)
         hosts = {
-            way.replace(" ", "-"): _variables(rigs[way], log, bound) for way, bound in ways.items()
+            way.replace(" ", "-"): _variables(rigs[way], _held_port(ports), _held_port(ports), log, bound)
+            for way, bound in ways.items()
         }
         folders = render(Ansible(directory), hosts, {})
 
