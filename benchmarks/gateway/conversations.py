@@ -40,15 +40,15 @@ class Case:
     # Two sets, each with a system prompt of its own: one that has long conversations and one that has short ones.
     conversations: tuple[int, int] = (24, 24)
     turns: tuple[int, int] = (24, 12)
-    system: int = 64
+    system: int = 32
     question: int = 160
     answer: int = 32
     # Of each copy; all conversations at once have about 85,000.
-    cache: int = 34_000
-    computed_per_second: int = 40_000
+    cache: int = 40_000
+    computed_per_second: int = 60_000
     answer_seconds: float = 0.1
-    # The mean; it is spread as waits between independent events are.
-    think_seconds: float = 0.7
+    # At least and at most, spread evenly.
+    think_seconds: tuple[float, float] = (0.4, 1.0)
 
 
 CASES = {
@@ -58,7 +58,7 @@ CASES = {
     # A long system prompt and one question: nothing to return to.
     "one-shot": Case(turns=(1, 1), system=2048, question=128),
     # Nearly all places are taken, so many requests wait for one.
-    "full": Case(answer_seconds=0.5, think_seconds=0.1),
+    "full": Case(answer_seconds=0.5, think_seconds=(0.05, 0.15)),
 }
 
 
@@ -167,7 +167,7 @@ class Clients:
             before = None
             turns = self.case.turns[group]
             for turn in range(turns if conversation > 1 else chance.randint(1, turns)):
-                await asyncio.sleep(chance.expovariate(1 / self.case.think_seconds))
+                await asyncio.sleep(chance.uniform(*self.case.think_seconds))
                 messages.append({"role": "user", "content": words(f"{name}.{turn}", self.case.question)})
                 started = time.monotonic()
                 async with session.post(self.url, json={"model": MODEL, "messages": messages}) as answer:
@@ -197,8 +197,9 @@ async def play(case: Case, copies: Sequence[Copy], port: int, warm_up: float, se
             for number in range(count)
         ]
         await _unless_failed(tasks, warm_up)
-        for part in (clients, *copies):
-            part.forget()
+        clients.forget()
+        for copy in copies:
+            copy.forget()
         await _unless_failed(tasks, seconds)
         requests = [copy.requests for copy in copies]
         outcome = Outcome(

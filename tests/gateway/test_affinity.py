@@ -8,11 +8,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gateway.conversations import CASES, LEASTCONN, Case, Copy, compare
 from tests.gateway.conftest import gateway_of
 from tests.gateway.rig import CHAT, MODEL, Answer, Clients, Gateway, Worker, answers, until
 
@@ -220,7 +222,7 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 
 def test_a_conversation_returns_to_its_copy(affine: Gateway) -> None:
-    copies = []
+    copies: list[str | None] = []
     for number in range(16):
         messages = [system("s"), user(f"conversation {number}")]
         served = set()
@@ -297,3 +299,23 @@ def test_a_burst_leaves_nobody_behind(
     assert min(len(spark_a.received), len(spark_b.received)) >= 60
     # A second by the caps, and what a busy machine adds.
     assert time.monotonic() - started < 4
+
+
+def test_a_pretended_copy_forgets_what_was_not_used_for_longest() -> None:
+    copy = Copy(Case(cache=64))
+    one, other = ([f"{name}{number}" for number in range(40)] for name in "ab")
+    assert [copy.look_up(one) for _ in range(2)] == [0, 32]
+    assert copy.look_up(other) == 0
+    assert copy.look_up([*one, *"123456789"]) == 32
+    # The end of the other one had to give way.
+    assert copy.look_up(other) == 16
+
+
+def test_affinity_finds_more_in_the_caches_and_keeps_the_balance(tmp_path: Path) -> None:
+    """A short run, in which conversations have come to fewer turns than in the benchmark, so the caches are smaller."""
+    case = replace(CASES["tight"], cache=10_000)
+    outcomes = compare(case, [150], tmp_path, warm_up=3, seconds=3)
+    plain, affine = outcomes[LEASTCONN], outcomes["affinity 150"]
+    assert affine.hit_rate > 1.2 * plain.hit_rate
+    assert affine.returned > 0.75 > 0.65 > plain.returned
+    assert affine.larger_share < 0.7
