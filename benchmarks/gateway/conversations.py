@@ -44,7 +44,7 @@ class Case:
     question: int = 160
     answer: int = 32
     # Of each copy; all conversations at once have about 85,000.
-    cache: int = 40_000
+    cache: int = 44_000
     computed_per_second: int = 60_000
     answer_seconds: float = 0.1
     # At least and at most, spread evenly.
@@ -257,7 +257,7 @@ def _variables(
             for number, copy in enumerate(copies, 1)
         ],
         "gateway_affinity": bound is not None,
-        "gateway_affinity_bound": bound or 150,
+        "gateway_affinity_bound": bound or 175,
     }
 
 
