@@ -116,6 +116,11 @@ NUMBERS = {
     "threads": (1, 64, "Threads of the gateway; two suffice."),
     "max_body_mib": (1, 64, "MiB that a request may have; each one that waits may take as much memory."),
     "pools": (1, 256, "Sets of workers with the same models that the gateway can tell apart."),
+    "affinity_bound": (
+        101,
+        1000,
+        "Per cent of the average load that a copy may have before its conversations go elsewhere.",
+    ),
     "spill_after": (
         0,
         65535,
@@ -145,6 +150,7 @@ def gateway_problems(
         60,
         "Seconds that a worker may take to accept a connection.",
     )
+    problems.truth("gateway_affinity", settings.get("affinity"))
     for name in ("address", "metrics_address"):
         if not ADDRESS.fullmatch(str(settings.get(name))):
             problems.append(

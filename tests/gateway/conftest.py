@@ -140,7 +140,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_api_key": "sk-the-workers-key",
         "gateway_hold_seconds": 0,
     },
-    # The same, for two clients that have keys.
+    # The same, and conversations return to their copy.
+    "affine": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B, HEAD],
+        "gateway_api_key": "sk-the-workers-key",
+        "gateway_hold_seconds": 0,
+        "gateway_affinity": True,
+    },
+    # The same as the first, for two clients that have keys.
     "keyed": {
         **COMMON,
         "gateway_workers": [SPARK_A, SPARK_B, HEAD],
@@ -277,6 +285,18 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 
 @pytest.fixture
+def affine(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """In front of two live copies that conversations return to."""
+    with gateway_of(configurations["affine"]).running() as gateway:
+        until(
+            lambda: (
+                not gateway.is_live("spark-a-tp") and gateway.takes("spark-a") and gateway.takes("spark-b")
+            )
+        )
+        yield gateway
+
+
+@pytest.fixture
 def keyed(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
     """In front of two live copies, for clients with keys only."""
     with gateway_of(configurations["keyed"]).running() as gateway:
@@ -372,6 +392,7 @@ def patient(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gatewa
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """Of the gateway that the test uses."""
     (name,) = {
+        "affine",
         "farm",
         "gateway",
         "holding",

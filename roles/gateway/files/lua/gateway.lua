@@ -7,11 +7,14 @@
 --
 --   http-req lua.route    for what HAProxy finds in no table: reads the model, waits for a worker, sets txn.model, txn.pool,
 --                         txn.route, txn.held_ms; where there is no pool, txn.refusal says why
+--   http-req lua.affinity with gateway_affinity: sets txn.affinity (what the request belongs to) and txn.home (the copy of its
+--                         pool that is to have it), where there is one
 --   service lua.models    GET /v1/models and /v1/models/NAME
 --   service lua.metrics   for Prometheus;  `show gateway` on HAProxy's socket: for people
 --
 -- GATEWAY_ROUTING names the file with the workers and settings, which the role writes.
 
+local affinity = require("affinity")
 local asked = require("asked")
 local catalogue = require("catalogue")
 local routes = require("routes")
@@ -542,6 +545,38 @@ core.register_action("route", { "http-req" }, function(txn)
   end
   txn:set_var("txn.route", class)
   txn:set_var("txn.pool", "pool" .. number)
+end)
+
+-- ---------------------------------------------------------------- affinity
+
+core.register_action("affinity", { "http-req" }, function(txn)
+  local function digest(text)
+    return txn.c:xxh64(text)
+  end
+  local model, pool = txn:get_var("txn.model") or "", txn:get_var("txn.pool")
+  local key = affinity.key(txn.sf:path(), txn.sf:req_hdr("x-session-id"), model, txn.sf:req_body(), digest)
+  if not key then
+    return
+  end
+  txn:set_var("txn.affinity", key)
+  local copies, planned = {}, plan.pools[tonumber(pool:match("%d+$"))]
+  for _, index in ipairs(planned and planned.members or {}) do
+    local worker = workers[index]
+    local stats = core.backends[pool].servers[worker.name]:get_stats()
+    -- Naming a copy would also send a request to one that drains.
+    if is_live(worker) and stats.status:find("^UP") and stats.weight > 0 then
+      copies[#copies + 1] = {
+        name = worker.name,
+        weight = stats.weight,
+        in_flight = stats.scur,
+        free = stats.slim - stats.scur,
+      }
+    end
+  end
+  local home = affinity.home(key, copies, settings.affinity_bound, digest)
+  if home then
+    txn:set_var("txn.home", home)
+  end
 end)
 
 -- ---------------------------------------------------------------- answers

@@ -43,6 +43,8 @@ GOOD: dict[str, Any] = {
     "threads": 2,
     "aliases": {},
     "spill_after": 0,
+    "affinity": False,
+    "affinity_bound": 150,
     "max_body_mib": 4,
     "pools": 16,
     "virtual_address": "",
@@ -81,6 +83,8 @@ def problems(host: str = "gateway", address: str = "192.0.2.20", **changes: Any)
         },
         {"workers": [{**WORKER, "kind": "openai", "key": "sk-1", "on_demand": False}]},
         {"aliases": {"chat": "qwen3.8-flash-next"}, "spill_after": 3},
+        {"affinity": "yes", "affinity_bound": 101},
+        {"affinity": True, "affinity_bound": "1000"},
         # Another host's ports are no concern of this one.
         {"port": 8000, "metrics_port": 9401},
     ],
@@ -207,6 +211,18 @@ def test_good(changes: dict[str, Any]) -> None:
         (
             {"aliases": {" a": "b"}},
             "gateway_aliases has ' a': 'b'; allowed are two names of models, like chat: qwen3.8-flash-next.",
+        ),
+        (
+            {"affinity": "sticky"},
+            "gateway_affinity is 'sticky'; allowed is true or false. Set it to one of them.",
+        ),
+        *(
+            (
+                {"affinity_bound": bound},
+                f"gateway_affinity_bound is {bound}; allowed is a whole number from 101 to 1000. "
+                "Per cent of the average load that a copy may have before its conversations go elsewhere.",
+            )
+            for bound in (100, 1001)
         ),
         (
             {"max_body_mib": 65},
