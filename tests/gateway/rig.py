@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import itertools
 import json
@@ -33,6 +34,13 @@ MODEL = "model-a"
 # Each suite, and each of its parallel processes, has ports of its own; none is given twice soon.
 _FIRST_PORT = 28800 + 400 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _PORTS = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + 400))
+
+
+@functools.cache
+def haproxy_version() -> tuple[int, ...]:
+    """Its first two numbers."""
+    said = subprocess.run([HAPROXY, "-v"], capture_output=True, text=True, check=True).stdout
+    return tuple(int(number) for number in said.split()[2].split(".")[:2])
 
 
 def free_port() -> int:

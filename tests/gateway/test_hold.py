@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.gateway.rig import Clients, Gateway, Worker, answers, until
+from tests.gateway.rig import Clients, Gateway, Worker, answers, haproxy_version, until
 
 HOLD = 4  # as the configuration `holding` has it
 
@@ -60,7 +60,8 @@ def test_a_client_that_has_left_reaches_nobody(holding: Gateway, spark_a: Worker
     with holding.leaving():
         until(lambda: holding.held() == 1)
     time.sleep(1.5)
-    assert holding.held() == 0
+    # Since 3.0 HAProxy only notices when the hold is over.
+    assert holding.held() == (1 if haproxy_version() >= (3, 0) else 0)
     spark_a.health = 200
     until(lambda: holding.chat().status == 200)
     assert len(spark_a.received) == 1
