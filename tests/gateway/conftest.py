@@ -286,6 +286,7 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
     with gateway_of(configurations["pair"]).running() as gateway:
         # At its start HAProxy takes every worker for live until it has checked it.
         until(lambda: not gateway.is_live("spark-a-tp"))
+        until(lambda: gateway.takes("spark-a") and gateway.takes("spark-b"))
         yield gateway
 
 
