@@ -370,7 +370,7 @@ def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
     """In front of two copies that load, and with a wait for that."""
     spark_a.health = spark_b.health = 503
     with gateway_of(configurations["holding"]).running() as gateway:
-        until(lambda: gateway.get("/health").status == 503)
+        until(gateway.has_nobody)
         yield gateway
 
 

@@ -9,6 +9,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -503,6 +504,13 @@ class Gateway:
     def takes(self, worker: str) -> bool:
         """Whether the worker gets requests for its models."""
         return self.figure(f'worker_models_read{{worker="{worker}"}}') == 1
+
+    def has_nobody(self) -> bool:
+        """Whether no worker is live, and the program that routes requests has seen that too."""
+        if self.get("/health").status != 503:
+            return False
+        figures = self.metrics("/metrics/gateway").body.decode()
+        return not re.search(r"gateway_worker_models_read\S+ 1\n", figures)
 
     def figure(self, name: str) -> float:
         """One figure of /metrics/gateway, by its name without its prefix and with its labels."""

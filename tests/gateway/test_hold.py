@@ -100,7 +100,7 @@ def test_the_list_of_models_is_not_held(holding: Gateway) -> None:
 
 def test_without_a_hold_it_is_refused_at_once(single: Gateway, spark_a: Worker) -> None:
     spark_a.health = 503
-    until(lambda: single.get("/health").status == 503)
+    until(single.has_nobody)
     answer = single.chat()
     assert answer.status == 503
     assert answer.seconds < 0.5

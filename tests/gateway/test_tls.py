@@ -112,7 +112,7 @@ def test_a_reload_keeps_what_is_held(
 ) -> None:
     """The process before hands it to its successor, by the same door."""
     spark_a.health = spark_b.health = 503
-    until(lambda: secured.get("/health").status == 503)
+    until(secured.has_nobody)
     held = clients.chats(3)
     until(lambda: secured.held() == 3)
     secured.reload()
