@@ -60,11 +60,13 @@ def test_a_client_that_has_left_reaches_nobody(holding: Gateway, spark_a: Worker
     with holding.leaving():
         until(lambda: holding.held() == 1)
     time.sleep(1.5)
-    # Since 3.0 HAProxy only notices when the hold is over.
-    assert holding.held() == (1 if haproxy_version() >= (3, 0) else 0)
+    # Since 3.0 HAProxy only notices when the hold is over; then the request may just have been sent.
+    late = haproxy_version() >= (3, 0)
+    assert holding.held() == late
     spark_a.health = 200
     until(lambda: holding.chat().status == 200)
-    assert len(spark_a.received) == 1
+    assert 1 <= len(spark_a.received) <= 1 + late
+    until(lambda: holding.held() == 0)
 
 
 def test_the_time_can_be_changed_while_it_runs(holding: Gateway, clients: Clients, spark_b: Worker) -> None:
