@@ -60,9 +60,10 @@ demo-down: setup ## Remove the demonstration (what was built stays in the cache)
 	@[ -n "$$(docker ps --quiet)" ] || simulator/docker-engine stop
 
 ##@ Tests
-.PHONY: test test-quick test-real lint docs-lint sanity units suites molecule leftovers build
+.PHONY: test test-quick test-real lint docs-lint sanity units suites gateway-versions molecule leftovers build
 test: setup ## Everything
 	@$(MAKE) test-quick
+	@$(MAKE) gateway-versions
 	@$(MAKE) molecule
 
 # Two at a time, since most use one core; each prints when it ends, and a failed one does not hide the others.
@@ -89,6 +90,12 @@ units: setup ## ansible-test units: the pure parts, and what must agree with wha
 
 suites: setup ## The installed build, the stand-in engine and the gateway on this machine
 	@$(STEP) suites pytest --numprocesses $(WORKERS) --dist loadfile $(SUITES)
+
+gateway-versions: setup ## The gateway with the HAProxy of the newest Debian, whichever this machine has
+	@$(STEP) docker-engine simulator/docker-engine
+	@$(STEP) images simulator/images haproxy
+	@HAPROXY=$(CURDIR)/tests/gateway/haproxy-trixie $(STEP) gateway:trixie \
+	  pytest --numprocesses $(WORKERS) --dist loadfile tests/gateway
 
 molecule: setup ## Simulated Sparks: one scenario per promise
 	@$(STEP) docker-engine simulator/docker-engine

@@ -168,6 +168,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_workers": [SPARK_A, SPARK_B],
         "gateway_tls_certificate": "{{ directory }}/secured.pem",
     },
+    # The same over TLS, for a client that has a key.
+    "sealed": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, SPARK_B],
+        "gateway_tls_certificate": "{{ directory }}/secured.pem",
+        "gateway_api_key": KEYS["operator"],
+        "gateway_clients": [{"name": "alice", "key": KEYS["alice"]}],
+    },
     # The same, and requests are held for a while when none of them lives.
     "holding": {**COMMON, "gateway_workers": [SPARK_A, SPARK_B, HEAD], "gateway_hold_seconds": 4},
     # A pair and others, one model under two names, and what waits may spill over.
@@ -261,6 +269,12 @@ def gateway_of(folder: Path) -> Gateway:
     return Gateway(folder, PORTS["gateway"], PORTS["metrics"], PORTS["log"])
 
 
+def over_tls(folder: Path) -> Gateway:
+    gateway = gateway_of(folder)
+    gateway.certificate = folder.parent / "secured.pem"
+    return gateway
+
+
 @pytest.fixture
 def spark_a() -> Iterator[Worker]:
     worker = Worker("spark-a", PORTS["a"], PORTS["a-agent"]).start()
@@ -281,6 +295,7 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
     with gateway_of(configurations["pair"]).running() as gateway:
         # At its start HAProxy takes every worker for live until it has checked it.
         until(lambda: not gateway.is_live("spark-a-tp"))
+        until(lambda: gateway.takes("spark-a") and gateway.takes("spark-b"))
         yield gateway
 
 
@@ -307,9 +322,15 @@ def keyed(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> 
 @pytest.fixture
 def secured(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
     """In front of two live copies, for clients that speak HTTPS."""
-    gateway = gateway_of(configurations["secured"])
-    gateway.certificate = configurations["secured"].parent / "secured.pem"
-    with gateway.running():
+    with over_tls(configurations["secured"]).running() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def sealed(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """The same, for a client with a key."""
+    with over_tls(configurations["sealed"]).running() as gateway:
+        until(lambda: gateway.takes("spark-a") and gateway.takes("spark-b"))
         yield gateway
 
 
@@ -370,7 +391,7 @@ def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
     """In front of two copies that load, and with a wait for that."""
     spark_a.health = spark_b.health = 503
     with gateway_of(configurations["holding"]).running() as gateway:
-        until(lambda: gateway.get("/health").status == 503)
+        until(gateway.has_nobody)
         yield gateway
 
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -33,6 +35,13 @@ MODEL = "model-a"
 # Each suite, and each of its parallel processes, has ports of its own; none is given twice soon.
 _FIRST_PORT = 28800 + 400 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _PORTS = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + 400))
+
+
+@functools.cache
+def haproxy_version() -> tuple[int, ...]:
+    """Its first two numbers."""
+    said = subprocess.run([HAPROXY, "-v"], capture_output=True, text=True, check=True).stdout
+    return tuple(int(number) for number in said.split()[2].split(".")[:2])
 
 
 def free_port() -> int:
@@ -502,6 +511,13 @@ class Gateway:
     def takes(self, worker: str) -> bool:
         """Whether the worker gets requests for its models."""
         return self.figure(f'worker_models_read{{worker="{worker}"}}') == 1
+
+    def has_nobody(self) -> bool:
+        """Whether no worker is live, and the program that routes requests has seen that too."""
+        if self.get("/health").status != 503:
+            return False
+        figures = self.metrics("/metrics/gateway").body.decode()
+        return not re.search(r"gateway_worker_models_read\S+ 1\n", figures)
 
     def figure(self, name: str) -> float:
         """One figure of /metrics/gateway, by its name without its prefix and with its labels."""

@@ -57,7 +57,7 @@ def test_no_live_worker_is_told_at_once(
             worker.stop()
         else:
             worker.health = {"loads": 503, "drains": 404}[fault]
-    until(lambda: gateway.get("/health").status == 503, 2)
+    until(gateway.has_nobody, 2)
     until(lambda: not gateway.takes("spark-a") and not gateway.takes("spark-b"), 1)
     for answer in (gateway.chat(), gateway.get("/v1/models")):
         assert answer.status == 503
@@ -74,7 +74,7 @@ def test_the_first_live_worker_serves_within_a_second(
 ) -> None:
     spark_a.stop()
     spark_b.stop()
-    until(lambda: gateway.get("/health").status == 503, 2)
+    until(gateway.has_nobody, 2)
     spark_b.start()
     assert until(lambda: gateway.chat().status == 200, 2) < 1
     until(lambda: gateway.get("/health").status == 200, 1)
@@ -84,7 +84,7 @@ def test_a_mode_switch_needs_no_change(gateway: Gateway, spark_a: Worker, spark_
     """Both copies go, the pair's head comes on the same API port, and is told apart by its agent."""
     spark_a.stop()
     spark_b.stop()
-    until(lambda: gateway.get("/health").status == 503, 2)
+    until(gateway.has_nobody, 2)
     head = Worker("spark-a-tp", PORTS["a"], PORTS["a-tp-agent"]).start()
     try:
         assert until(lambda: gateway.chat().status == 200, 2) < 1

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import ssl
+import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import make_certificate
-from tests.gateway.rig import LOOPBACK, Clients, Gateway, Worker, answers, until
+from tests.gateway.conftest import KEYS, make_certificate
+from tests.gateway.rig import CHAT, LOOPBACK, MODEL, Clients, Gateway, Worker, answers, haproxy_version, until
 
 
 def handshake(gateway: Gateway, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -45,11 +48,63 @@ def test_old_protocols_are_refused(secured: Gateway) -> None:
         handshake(secured, context)
 
 
-def test_http_2_is_not_offered(secured: Gateway) -> None:
-    context = ssl.create_default_context(cafile=str(secured.certificate))
-    context.set_alpn_protocols(["h2", "http/1.1"])
-    with handshake(secured, context) as connection:
-        assert connection.selected_alpn_protocol() == "http/1.1"
+def by_http_2(gateway: Gateway, path: str, *options: str) -> tuple[str, str]:
+    """The answer's body, and the version of HTTP with the status, of a client that would rather speak HTTP/2."""
+    command = ["curl", "--silent", "--show-error", "--max-time", "15", "--http2", "--no-buffer"]
+    command += ["--cacert", str(gateway.certificate), "--write-out", "\n%{http_version} %{http_code}"]
+    command += [*options, f"https://{LOOPBACK}:{gateway.port}{path}"]
+    body, _, result = subprocess.run(command, capture_output=True, text=True, check=True).stdout.rpartition(
+        "\n"
+    )
+    return body, result
+
+
+def http_2() -> str:
+    """Before 3.0 HAProxy broke the stream of a client that it refused while it was still sending."""
+    return "2" if haproxy_version() >= (3, 0) else "1.1"
+
+
+def with_key(content: str) -> list[str]:
+    return ["--header", f"authorization: Bearer {KEYS['alice']}", "--data-binary", content]
+
+
+def test_http_2_where_haproxy_does_it_right(sealed: Gateway) -> None:
+    body, result = by_http_2(sealed, CHAT, *with_key(json.dumps({"model": MODEL})))
+    assert result == f"{http_2()} 200"
+    assert json.loads(body)["path"] == CHAT
+
+
+@pytest.mark.parametrize(("key", "status"), [(False, 401), (True, 413)])
+@pytest.mark.parametrize("length", ["told", "not told"])
+def test_who_is_refused_while_sending_is_told(
+    sealed: Gateway, tmp_path: Path, key: bool, status: int, length: str
+) -> None:
+    content = tmp_path / "request.json"
+    content.write_bytes(b" " * 8 * 2**20)
+    options = with_key(f"@{content}") if key else ["--data-binary", f"@{content}"]
+    if length == "not told":
+        options += ["--header", "transfer-encoding: chunked"]
+    body, result = by_http_2(sealed, CHAT, *options)
+    assert result == f"{http_2()} {status}"
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_long_request_by_http_2(sealed: Gateway, tmp_path: Path) -> None:
+    content = tmp_path / "request.json"
+    content.write_text(json.dumps({"text": "x" * 3 * 2**20, "model": MODEL}))
+    assert by_http_2(sealed, CHAT, *with_key(f"@{content}"))[1] == f"{http_2()} 200"
+
+
+def test_a_reload_does_not_cut_a_stream_by_http_2(sealed: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    stream = with_key(json.dumps({"model": MODEL, "chunks": 30, "interval": 0.1}))
+    with ThreadPoolExecutor(1) as pool:
+        streamed = pool.submit(by_http_2, sealed, CHAT, *stream)
+        until(lambda: spark_a.in_flight + spark_b.in_flight == 1)
+        sealed.reload()
+        body, result = streamed.result()
+    assert result == f"{http_2()} 200"
+    assert body.count("data: {") == 30
+    assert "[DONE]" in body
 
 
 def test_a_reload_keeps_what_is_held(
@@ -57,7 +112,7 @@ def test_a_reload_keeps_what_is_held(
 ) -> None:
     """The process before hands it to its successor, by the same door."""
     spark_a.health = spark_b.health = 503
-    until(lambda: secured.get("/health").status == 503)
+    until(secured.has_nobody)
     held = clients.chats(3)
     until(lambda: secured.held() == 3)
     secured.reload()

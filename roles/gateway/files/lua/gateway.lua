@@ -34,6 +34,7 @@ local LOOK_MS_PER_WORKER = 2
 local READ_MS = 2000
 local AGAIN_MS = 100
 local PATIENCE_SECONDS = 2
+local CONNECT_MS = 1000
 local FAILURES = 2
 local LONGEST_ANSWER = 4194304
 local UNREACHABLE = "no connection"
@@ -270,7 +271,7 @@ end
 -- ---------------------------------------------------------------- reading what a worker has
 
 -- GET by plain HTTP; the body, or an error.
-local function get(server, path, key)
+local function get(server, path, key, reading)
   local address, port = server:get_addr():match("^(.*):(%d+)$")
   local socket = core.tcp()
   socket:settimeout(PATIENCE_SECONDS)
@@ -282,6 +283,7 @@ local function get(server, path, key)
     return value
   end
   must(socket:connect(address, tonumber(port)), UNREACHABLE)
+  reading.connected = true
   local secret = key ~= "" and keys:lookup(key)
   must(socket:send(table.concat({
     "GET " .. path .. " HTTP/1.0",
@@ -308,12 +310,12 @@ local function get(server, path, key)
 end
 
 -- What the worker has now: warm, cold (name to true) and what is listed (name to entry); raises an error.
-local function models_of(worker)
+local function models_of(worker, reading)
   local server = core.backends.workers.servers[worker.name]
   local places = catalogue.places[worker.kind]
-  local loaded, loadable = catalogue.models_in(places.loaded, get(server, places.loaded, worker.key))
+  local loaded, loadable = catalogue.models_in(places.loaded, get(server, places.loaded, worker.key, reading))
   if places.loadable and worker.on_demand then
-    local all, others = catalogue.models_in(places.loadable, get(server, places.loadable, worker.key))
+    local all, others = catalogue.models_in(places.loadable, get(server, places.loadable, worker.key, reading))
     for name, entry in pairs(others) do
       all[name] = entry
     end
@@ -339,6 +341,16 @@ local function models_of(worker)
     add_aliases(names)
   end
   return warm, cold, listed
+end
+
+-- Beside the looks at a worker, since HAProxy 3.0 tries a refused connection again and again, three seconds long.
+local function begin_reading(worker)
+  local reading = { began = now_ms() }
+  core.register_task(function()
+    reading.understood, reading.warm, reading.cold, reading.listed = pcall(models_of, worker, reading)
+    reading.done = true
+  end)
+  return reading
 end
 
 -- Does HAProxy take it for live? Nil where it does not know yet: at first it takes each for live, until enough checks failed.
@@ -373,7 +385,7 @@ local function look_at(worker)
   end
   if not live then
     if worker.state ~= "down" then
-      worker.state, worker.failures, worker.problem = "down", 0, nil
+      worker.state, worker.failures, worker.problem, worker.reading = "down", 0, nil, nil
       replan()
     end
     return
@@ -382,18 +394,23 @@ local function look_at(worker)
   if worker.state == "down" then
     worker.state, worker.next_read = "unread", 0
   end
-  if now < (worker.next_read or 0) then
+  if not worker.reading and now >= (worker.next_read or 0) then
+    worker.reading = begin_reading(worker)
+  end
+  local reading = worker.reading
+  local shut = reading and not reading.connected and now - reading.began > CONNECT_MS
+  if not reading or not (reading.done or shut) then
     return
   end
-  local understood, warm, cold, listed = pcall(models_of, worker)
-  now = now_ms()
-  if understood then
+  worker.reading = nil
+  if reading.understood then
+    local warm, cold = reading.warm, reading.cold
     changed = worker.state ~= "read" or not same_names(warm, worker.warm) or not same_names(cold, worker.cold)
-    worker.warm, worker.cold, worker.entries = warm, cold, listed
+    worker.warm, worker.cold, worker.entries = warm, cold, reading.listed
     worker.state, worker.failures, worker.problem, worker.read_at = "read", 0, nil, now
     worker.next_read = now + READ_MS
   else
-    worker.failures, worker.problem = worker.failures + 1, tostring(warm)
+    worker.failures, worker.problem = worker.failures + 1, reading.done and tostring(reading.warm) or UNREACHABLE
     local state = worker.problem == UNREACHABLE and "unreachable" or "failed"
     if worker.failures >= FAILURES and worker.state ~= state then
       worker.state, changed = state, true
