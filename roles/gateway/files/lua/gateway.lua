@@ -343,16 +343,6 @@ local function models_of(worker, reading)
   return warm, cold, listed
 end
 
--- Beside the looks at a worker, since HAProxy 3.0 tries a refused connection again and again, three seconds long.
-local function begin_reading(worker)
-  local reading = { began = now_ms() }
-  core.register_task(function()
-    reading.understood, reading.warm, reading.cold, reading.listed = pcall(models_of, worker, reading)
-    reading.done = true
-  end)
-  return reading
-end
-
 -- Does HAProxy take it for live? Nil where it does not know yet: at first it takes each for live, until enough checks failed.
 local function is_live(worker)
   local stats = core.backends.workers.servers[worker.name]:get_stats()
@@ -376,7 +366,62 @@ local function same_names(one, other)
   return true
 end
 
--- One look at a worker; it returns what came of it, for the plan.
+-- A task that raises an error would end without a word.
+local function guarded(step, ...)
+  local understood, problem = xpcall(step, debug.traceback, ...)
+  if not understood then
+    counts.restarts = counts.restarts + 1
+    core.Alert("gateway: " .. tostring(problem))
+  end
+  return understood
+end
+
+local function for_ever(pause, step)
+  core.register_task(function()
+    while not is_replaced(now_ms()) do
+      core.msleep(guarded(step) and pause or 1000)
+    end
+  end)
+end
+
+-- What comes of asking a worker for its models.
+local function conclude(worker, reading)
+  local now, changed = now_ms(), false
+  worker.reading = nil
+  if reading.understood then
+    local warm, cold = reading.warm, reading.cold
+    changed = worker.state ~= "read" or not same_names(warm, worker.warm) or not same_names(cold, worker.cold)
+    worker.warm, worker.cold, worker.entries = warm, cold, reading.listed
+    worker.state, worker.failures, worker.problem, worker.read_at = "read", 0, nil, now
+    worker.next_read = now + READ_MS
+  else
+    worker.failures, worker.problem = worker.failures + 1, reading.problem
+    local state = worker.problem == UNREACHABLE and "unreachable" or "failed"
+    if worker.failures >= FAILURES and worker.state ~= state then
+      worker.state, changed = state, true
+      core.Warning(string.format("gateway: %s does not tell its models: %s", worker.name, worker.problem))
+    end
+    worker.next_read = now + (worker.state == "failed" and READ_MS or AGAIN_MS)
+  end
+  if changed then
+    replan()
+  end
+end
+
+-- Beside the looks at a worker, since HAProxy 3.0 tries a refused connection again and again, three seconds long.
+local function begin_reading(worker)
+  local reading = { began = now_ms() }
+  worker.reading = reading
+  core.register_task(function()
+    reading.understood, reading.warm, reading.cold, reading.listed = pcall(models_of, worker, reading)
+    reading.problem = not reading.understood and tostring(reading.warm) or nil
+    -- It may have gone meanwhile, or been given up.
+    if worker.reading == reading then
+      guarded(conclude, worker, reading)
+    end
+  end)
+end
+
 local function look_at(worker)
   local now = now_ms()
   local live = is_live(worker)
@@ -390,52 +435,16 @@ local function look_at(worker)
     end
     return
   end
-  local changed = false
   if worker.state == "down" then
     worker.state, worker.next_read = "unread", 0
   end
-  if not worker.reading and now >= (worker.next_read or 0) then
-    worker.reading = begin_reading(worker)
-  end
   local reading = worker.reading
-  local shut = reading and not reading.connected and now - reading.began > CONNECT_MS
-  if not reading or not (reading.done or shut) then
-    return
+  if not reading and now >= (worker.next_read or 0) then
+    begin_reading(worker)
+  elseif reading and not reading.connected and now - reading.began > CONNECT_MS then
+    reading.problem = UNREACHABLE
+    conclude(worker, reading)
   end
-  worker.reading = nil
-  if reading.understood then
-    local warm, cold = reading.warm, reading.cold
-    changed = worker.state ~= "read" or not same_names(warm, worker.warm) or not same_names(cold, worker.cold)
-    worker.warm, worker.cold, worker.entries = warm, cold, reading.listed
-    worker.state, worker.failures, worker.problem, worker.read_at = "read", 0, nil, now
-    worker.next_read = now + READ_MS
-  else
-    worker.failures, worker.problem = worker.failures + 1, reading.done and tostring(reading.warm) or UNREACHABLE
-    local state = worker.problem == UNREACHABLE and "unreachable" or "failed"
-    if worker.failures >= FAILURES and worker.state ~= state then
-      worker.state, changed = state, true
-      core.Warning(string.format("gateway: %s does not tell its models: %s", worker.name, worker.problem))
-    end
-    worker.next_read = now + (worker.state == "failed" and READ_MS or AGAIN_MS)
-  end
-  if changed then
-    replan()
-  end
-end
-
--- A task that raises an error would end without a word.
-local function for_ever(pause, step)
-  core.register_task(function()
-    while not is_replaced(now_ms()) do
-      local understood, problem = xpcall(step, debug.traceback)
-      if not understood then
-        counts.restarts = counts.restarts + 1
-        core.Alert("gateway: " .. tostring(problem))
-        core.msleep(1000)
-      end
-      core.msleep(pause)
-    end
-  end)
 end
 
 core.register_init(function()
