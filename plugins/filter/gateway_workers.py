@@ -162,6 +162,7 @@ def gateway_workers(
             f"vllm_{mode}_agent_port": setting(spark, f"vllm_{mode}_agent_port"),
             f"{prefix}max_requests": setting(spark, f"{prefix}max_requests")
             or of_mode.get("max_requests", MAX_REQUESTS),
+            KEEP_ALIVE_VARIABLE: KEEP_ALIVE,
         }
         environments = (
             presets[preset].get("environment"),
@@ -169,7 +170,6 @@ def gateway_workers(
             setting(spark, "vllm_environment"),
             setting(spark, f"vllm_{mode}_environment"),
         )
-        numbers[KEEP_ALIVE_VARIABLE] = KEEP_ALIVE
         for environment in environments:
             if isinstance(environment, Mapping) and KEEP_ALIVE_VARIABLE in environment:
                 numbers[KEEP_ALIVE_VARIABLE] = environment[KEEP_ALIVE_VARIABLE]
