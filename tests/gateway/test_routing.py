@@ -208,13 +208,32 @@ def body_with(place: str, size: int, model: str = MODEL) -> bytes:
         "last": f'"messages": [{message}], "tools": {tools}, "stream": false, "model":{name}',
         "near the end": f'"messages": [{message}], "model" :\n {name}, "tools": {tools}, "stream": false',
         "in the middle": f'"messages": [{message}], "model": {name}, "more": [{message}]',
+        "after a bracket in a text": f'"messages": [{message}], "user": "you ] and \\"model\\":\\"no\\" ]", "model": {name}',
+        "after others' in nested objects": f'"x": {{"y": [{message}], "model": "not-this"}}, "model": {name}',
+        "before others' in nested objects": f'"model": {name}, "x": {{"y": [{message}], "model": "not-this"}}',
+        "without a bracket": f'"prompt": {json.dumps(TEXT.replace("]", "") * many)}, "model": {name}',
+        "before a text": f'"model": {name}, "prompt": {json.dumps(TEXT * many)}',
         "escaped": f'"messages": [{message}], "mod\\u0065l": {name}',
     }
     return f" {{{parts[place]}}}\n".encode()
 
 
 @pytest.mark.parametrize("size", [0, 20_000, 2_000_000])
-@pytest.mark.parametrize("place", ["first", "last", "near the end", "in the middle", "escaped"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "first",
+        "last",
+        "near the end",
+        "in the middle",
+        "after a bracket in a text",
+        "after others' in nested objects",
+        "before others' in nested objects",
+        "without a bracket",
+        "before a text",
+        "escaped",
+    ],
+)
 def test_the_model_stands_anywhere(gateway: Gateway, place: str, size: int) -> None:
     body = body_with(place, size)
     answer = gateway.post(CHAT, body)
@@ -235,11 +254,12 @@ def test_a_body_in_chunks_is_read_too(gateway: Gateway, chunk: int) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"model"', b"[{}]", b'{"model": "model-a"', b"not json", b"\xff\xfe"],
+    [b"", b"{", b"[]", b'"model"', b"[{}]", b'{"models"', b"not json", b"\xff\xfe"],
 )
 def test_what_cannot_be_read_is_refused(
     gateway: Gateway, spark_a: Worker, spark_b: Worker, body: bytes
 ) -> None:
+    """Where the model can be found all the same, the worker judges the rest."""
     answer = gateway.post(CHAT, body)
     assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_body")
     assert spark_a.received + spark_b.received == []
