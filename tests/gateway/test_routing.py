@@ -115,7 +115,7 @@ def test_one_slip_in_telling_is_forgiven(farm: Gateway, embed: Worker, fault: st
     embed.catalogue_fault = ""
     until(lambda: farm.takes("embed"))
     assert farm.chat(model="embedder").served_by == "embed"
-    assert farm.figure("task_failures_total") == 0
+    assert farm.figure("task_failures_total") == 0, farm.command("show gateway")
 
 
 def test_two_models_share_the_cap_of_their_worker(farm: Gateway, clients: Clients, embed: Worker) -> None:

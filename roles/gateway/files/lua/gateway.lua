@@ -346,10 +346,11 @@ end
 -- Does HAProxy take it for live? Nil where it does not know yet: at first it takes each for live, until enough checks failed.
 local function is_live(worker)
   local stats = core.backends.workers.servers[worker.name]:get_stats()
-  if stats.status:find("^UP") and worker.state == "unread" and not stats.check_status:find("OK") then
+  local status, last_check = tostring(stats.status), tostring(stats.check_status)
+  if status:find("^UP") and worker.state == "unread" and not last_check:find("OK") then
     return nil
   end
-  return stats.status:find("^UP") ~= nil
+  return status:find("^UP") ~= nil
 end
 
 local function same_names(one, other)
@@ -370,8 +371,8 @@ end
 local function guarded(step, ...)
   local understood, problem = xpcall(step, debug.traceback, ...)
   if not understood then
-    counts.restarts = counts.restarts + 1
-    core.Alert("gateway: " .. tostring(problem))
+    counts.restarts, counts.failure = counts.restarts + 1, tostring(problem)
+    core.Alert("gateway: " .. counts.failure)
   end
   return understood
 end
@@ -771,6 +772,9 @@ local STATES = {
 
 core.register_cli({ "show", "gateway" }, "show gateway: the workers, and who has which model", function(applet)
   local lines = { string.format("held: %d", waiting_count()), "", "workers" }
+  if counts.failure then
+    table.insert(lines, 1, "last failure of this program: " .. counts.failure)
+  end
   for _, worker in ipairs(workers) do
     local state = STATES[worker.state] .. (worker.problem and ": " .. worker.problem or "")
     lines[#lines + 1] = string.format("  %-24s %-10s %s", worker.name, worker.kind, state)
