@@ -180,7 +180,7 @@ def gateway_problems(
             problems.append(
                 f"gateway_paths has {path!r}; allowed is a path like /v1/completions, or the beginning of paths like /v1/audio/*."
             )
-    _check_workers(settings.get("workers") or [], problems)
+    _check_workers(settings.get("workers") or [], numbers["pools"], problems)
     _check_aliases(problems.mapping("gateway_aliases", settings.get("aliases")), problems)
     _check_clients(settings.get("clients") or [], str(settings.get("api_key") or ""), problems)
     _check_ports(settings, numbers, host, address, problems)
@@ -265,7 +265,7 @@ def _check_alike(
             )
 
 
-def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None:
+def _check_workers(workers: list[Mapping[str, Any]], pools: float, problems: Problems) -> None:
     if not workers:
         problems.append(
             "gateway_workers is empty; allowed is one worker or more. Put a host into group sparks, or list the workers."
@@ -335,6 +335,11 @@ def _check_workers(workers: list[Mapping[str, Any]], problems: Problems) -> None
                 f"{label}: address, port and health_port are those of {places[place]}, so its cap would not hold. Take one out."
             )
         places.setdefault(place, name)
+    if pools < len(workers):
+        problems.append(
+            f"gateway_pools is {pools:g}, and there are {len(workers)} workers; allowed is at least one for each, or the models of some "
+            "would have none. Raise it."
+        )
     if not any(weights):
         problems.append(
             "gateway_workers: every weight is 0, so none would get a request. Give one a weight from 1 to 256."
@@ -360,14 +365,17 @@ def _check_kind(label: str, worker: Mapping[str, Any], problems: Problems) -> No
             f"{label}: on_demand is true; allowed is that for {' and '.join(LOADS_ON_DEMAND)}, since {kind} does not load a model when "
             "it is asked for it. Take it out."
         )
-    for model in worker.get("models") or []:
-        if not MODEL.fullmatch(str(model)):
-            problems.append(f"{label}: models has {model!r}; allowed is a model's name, as it tells it.")
+    models = worker.get("models") or []
+    for model in models if isinstance(models, list) else [models]:
+        if not isinstance(models, list) or not isinstance(model, str) or not MODEL.fullmatch(model):
+            problems.append(
+                f"{label}: models has {model!r}; allowed is a list of models' names, as it tells them."
+            )
 
 
 def _check_aliases(aliases: Mapping[str, Any], problems: Problems) -> None:
     for alias, model in aliases.items():
-        if not MODEL.fullmatch(str(alias)) or not MODEL.fullmatch(str(model)):
+        if not all(isinstance(name, str) and MODEL.fullmatch(name) for name in (alias, model)):
             problems.append(
                 f"gateway_aliases has {alias!r}: {model!r}; allowed are two names of models, like chat: qwen3.8-flash-next."
             )

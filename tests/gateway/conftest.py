@@ -192,7 +192,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **COMMON,
         "gateway_workers": [SPARK_A, SPARK_B, BOX],
         "gateway_hold_seconds": 0,
-        "gateway_pools": 2,
+        "gateway_pools": 3,
+    },
+    # Two workers with one place each.
+    "narrow": {
+        **COMMON,
+        "gateway_workers": [{**SPARK_A, "max_requests": 1}, {**SPARK_B, "max_requests": 1}],
+        "gateway_hold_seconds": 10,
     },
     # Long requests.
     "long": {**COMMON, "gateway_workers": [SPARK_A], "gateway_max_body_mib": 32, "gateway_hold_seconds": 0},

@@ -535,8 +535,10 @@ class Gateway:
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
     def waiting(self) -> float:
-        lines = self.metrics("/metrics?scope=backend").body.decode().splitlines()
-        queues = (line for line in lines if line.startswith("haproxy_backend_current_queue{"))
+        lines = self.metrics("/metrics?scope=backend&scope=server").body.decode().splitlines()
+        # Of two threads that take a worker's last place at once, one's request waits for that worker.
+        names = ("haproxy_backend_current_queue{", "haproxy_server_current_queue{")
+        queues = (line for line in lines if line.startswith(names))
         return sum(float(line.split()[1]) for line in queues)
 
 

@@ -130,8 +130,17 @@ def worker(warm: str = "", cold: str = "", **values: Any) -> dict[str, Any]:
     return {**WORKER, "on_demand": bool(cold), **sets, **values}
 
 
-def planned(lua: Any, workers: list[dict[str, Any]], count: int = 8, former: Any = None) -> Any:
-    return part(lua, "routes").plan(lua.table_from(workers, recursive=True), count, former)
+def planned(
+    lua: Any,
+    workers: list[dict[str, Any]],
+    count: int = 8,
+    former: Any = None,
+    busy: dict[int, str] | None = None,
+) -> Any:
+    """`busy`: what there is to do in a pool of the former plan."""
+    return part(lua, "routes").plan(
+        lua.table_from(workers, recursive=True), count, former, lambda number: (busy or {}).get(number)
+    )
 
 
 def members(plan: Any, numbers: Any) -> list[Any]:
@@ -169,13 +178,46 @@ def test_models_of_the_same_workers_share_a_pool(lua: Any) -> None:
     assert len(list(plan.pools.keys())) == 3
 
 
-def test_who_cannot_tell_is_told_apart_by_what_it_had(lua: Any) -> None:
+def test_who_never_told_may_have_anything(lua: Any) -> None:
     plan = planned(lua, [worker("a"), worker("b", state="failed"), worker(state="failed")])
-    found = {
-        tuple(members(plan, lua.table_from([item.number]))[0]): plain(item.names)
-        for item in plan.failed.values()
+    assert members(plan, plan.failed) == [[3]]
+    assert {name: plan.pools[next(iter(plan.models[name].warm.values()))].told for name in "ab"} == {
+        "a": True,
+        "b": False,
     }
-    assert found == {(2,): {"b": True}, (3,): None}
+
+
+def test_a_set_that_nobody_stands_in_for_takes_the_place_of_one_that_others_do(lua: Any) -> None:
+    first = planned(lua, [worker("a"), worker("ab"), worker()], count=3)
+    second = planned(lua, [worker("ac"), worker("ab"), worker("d")], count=3, former=first)
+    for name, expected in {"a": [[1], [2]], "b": [[2]], "c": [[1]], "d": [[3]]}.items():
+        assert sorted(members(second, second.models[name].warm)) == expected
+    assert second.left_out == 1
+
+
+def test_what_waits_goes_on_with_who_has_its_model(lua: Any) -> None:
+    """Its pool is given to nobody else meanwhile, however much changes."""
+    first = planned(lua, [worker("m"), worker("mk")])
+    (both,) = first.models.m.warm.values()
+    second = planned(lua, [worker("z"), worker("mk")], former=first, busy={both: "queue"})
+    assert list(second.pools[both].members.values()) == [2]
+    assert second.pools[both].is_rest
+    for name, expected in {"z": [[1]], "m": [[2]], "k": [[2]]}.items():
+        assert members(second, second.models[name].warm) == expected
+        assert both not in second.models[name].warm.values()
+    # A set that is still there, but no longer has all that waits there, begins anew elsewhere.
+    third = planned(lua, [worker("k"), worker("k", key="x")], former=second, busy={both: "queue"})
+    assert list(third.pools[both].members.values()) == []
+    # When nothing waits any more, the number is free again.
+    fourth = planned(lua, [worker("z"), worker("mk")], former=second)
+    assert not any(pool.is_rest for pool in fourth.pools.values())
+
+
+def test_what_is_in_flight_gives_its_pool_to_who_has_none(lua: Any) -> None:
+    first = planned(lua, [worker("a")], count=1)
+    second = planned(lua, [worker("b")], count=1, former=first, busy={1: "busy"})
+    assert members(second, second.models.b.warm) == [[1]]
+    assert second.left_out == 0
 
 
 def test_a_pool_stays_with_its_models(lua: Any) -> None:
@@ -200,6 +242,7 @@ def test_where_pools_do_not_suffice_some_workers_stand_for_all(lua: Any) -> None
 @pytest.mark.parametrize(
     ("cap", "demands", "expected"),
     [
+        (12, [], []),
         (12, [0], [12]),
         (12, [0, 0], [6, 6]),
         (12, [100, 0], [11, 1]),
@@ -213,7 +256,23 @@ def test_where_pools_do_not_suffice_some_workers_stand_for_all(lua: Any) -> None
     ],
 )
 def test_a_cap_is_shared_fairly(lua: Any, cap: int, demands: list[int], expected: list[int]) -> None:
-    shares = part(lua, "routes").shares(cap, lua.table_from(demands))
+    shares = part(lua, "routes").shares(cap, lua.table_from(demands), lua.table_from([0] * len(demands)))
+    assert list(shares.values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("demands", "rested", "expected"),
+    [
+        ([2, 1], [0, 5], [0, 1]),
+        ([2, 1], [5, 0], [1, 0]),
+        ([0, 1], [9, 0], [0, 1]),
+        ([0, 0], [1, 2], [0, 1]),
+    ],
+)
+def test_a_single_place_goes_round(
+    lua: Any, demands: list[int], rested: list[int], expected: list[int]
+) -> None:
+    shares = part(lua, "routes").shares(1, lua.table_from(demands), lua.table_from(rested))
     assert list(shares.values()) == expected
 
 
@@ -226,7 +285,8 @@ def test_no_step_between_shares_exceeds_the_cap(lua: Any) -> None:
         current, in_flight = [0] * pools, [0] * pools
         for _ in range(60):
             demands = [there + chosen.choice([0, 0, 3, 20]) for there in in_flight]
-            wanted = routes.shares(cap, lua.table_from(demands))
+            rested = [chosen.randrange(9) for _ in demands]
+            wanted = routes.shares(cap, lua.table_from(demands), lua.table_from(rested))
             assert sum(wanted.values()) == cap
             tables = [lua.table_from(numbers) for numbers in (current, list(wanted.values()), in_flight)]
             current = list(routes.next_shares(cap, *tables).values())
@@ -240,8 +300,8 @@ def test_no_step_between_shares_exceeds_the_cap(lua: Any) -> None:
         assert list(routes.next_shares(cap, *tables).values()) == list(wanted.values())
 
 
-# Number of a pool to: live workers, requests there, free places, waiting.
-LOOKS = {1: (2, 4, 8, 0), 2: (1, 0, 4, 0), 3: (0, 0, 0, 0), 4: (1, 9, 0, 5)}
+# Number of a pool to: live workers, requests there, free places, waiting. The fifth has only workers that cannot tell.
+LOOKS = {1: (2, 4, 8, 0), 2: (1, 0, 4, 0), 3: (0, 0, 0, 0), 4: (1, 9, 0, 5), 5: (1, 0, 4, 0)}
 
 
 @pytest.mark.parametrize(
@@ -250,10 +310,10 @@ LOOKS = {1: (2, 4, 8, 0), 2: (1, 0, 4, 0), 3: (0, 0, 0, 0), 4: (1, 9, 0, 5)}
         ({"warm": [1], "cold": [2]}, [], 0, (1, "warm")),
         ({"warm": [1, 2], "cold": []}, [], 0, (2, "warm")),
         ({"warm": [3], "cold": [2]}, [], 0, (2, "cold")),
-        ({"warm": [3], "cold": [2]}, [{"number": 1, "names": {"m": True}}], 0, (1, "possibly")),
-        ({"warm": [3], "cold": [2]}, [{"number": 1, "names": {"x": True}}], 0, (2, "cold")),
-        ({"warm": [3], "cold": [2]}, [{"number": 1}], 0, (1, "possibly")),
-        (None, [{"number": 1}], 0, (1, "possibly")),
+        ({"warm": [1, 5], "cold": [2]}, [], 0, (1, "warm")),
+        ({"warm": [3, 5], "cold": [2]}, [], 0, (5, "possibly")),
+        ({"warm": [3], "cold": [2]}, [1], 0, (1, "possibly")),
+        (None, [1], 0, (1, "possibly")),
         (None, [], 0, None),
         ({"warm": [3], "cold": []}, [], 0, None),
         ({"warm": [4], "cold": [2]}, [], 0, (4, "warm")),
@@ -263,9 +323,13 @@ LOOKS = {1: (2, 4, 8, 0), 2: (1, 0, 4, 0), 3: (0, 0, 0, 0), 4: (1, 9, 0, 5)}
         ({"warm": [1], "cold": [2]}, [], 1, (1, "warm")),
     ],
 )
-def test_where_a_request_goes(lua: Any, route: Any, failed: list[Any], spill: int, expected: Any) -> None:
-    plan = lua.table_from({"models": {"m": route} if route else {}, "failed": failed}, recursive=True)
-    assert part(lua, "routes").choose(plan, "m", spill, lambda number: LOOKS[number]) == expected
+def test_where_a_request_goes(lua: Any, route: Any, failed: list[int], spill: int, expected: Any) -> None:
+    pools = [{"told": number != 5} for number in LOOKS]
+    plan = {"models": {"m": route} if route else {}, "failed": failed, "pools": pools}
+    found = part(lua, "routes").choose(
+        lua.table_from(plan, recursive=True), "m", spill, lambda number: LOOKS[number]
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ local LONGEST_ANSWER = 4194304
 local UNREACHABLE = "no connection"
 -- How often caps are divided anew among the pools of a worker.
 local DIVIDE_MS = 50
+-- How long a request that found nobody in a pool counts as one that asks for a place there.
+local WANTED_MS = 1000
 -- A held request looks for a worker this often; with many of them each can wait a little longer.
 local SHORTEST_MS, LONGEST_MS, MS_PER_REQUEST = 25, 250, 0.25
 -- A process that has just begun has checked every worker by then: the first checks are spread over `inter` of haproxy.cfg,
@@ -77,6 +79,26 @@ end
 
 -- ---------------------------------------------------------------- the workers and the plan
 
+local function add_aliases(names)
+  for alias, name in pairs(settings.aliases) do
+    if names[name] then
+      names[alias] = true
+    end
+  end
+end
+
+-- Further names that clients may use for these.
+local function add_names(names, kind)
+  local short = {}
+  for name in pairs(names) do
+    short[#short + 1] = catalogue.short_name(kind, name)
+  end
+  for _, name in ipairs(short) do
+    names[name] = true
+  end
+  add_aliases(names)
+end
+
 local workers = settings.workers
 for index, worker in ipairs(workers) do
   worker.index = index
@@ -89,21 +111,17 @@ for index, worker in ipairs(workers) do
   for _, name in ipairs(worker.models) do
     worker.warm[name] = true
   end
+  add_names(worker.warm, worker.kind)
+  -- Number of a pool to the moment when it last had a place of the worker's.
+  worker.had_at = {}
 end
 
 local plan
 local applied = {}
+-- Number of a pool to the moment when a request found nobody there.
+local wanted_at = {}
 -- The list of models, and its entries by name.
 local list, entries = catalogue.list({}), {}
-
-local function is_member(pool, worker)
-  for _, index in ipairs(pool and pool.members or {}) do
-    if index == worker.index then
-      return worker.state == pool.kind
-    end
-  end
-  return false
-end
 
 local function belongs(pool, worker)
   for _, index in ipairs(pool and pool.members or {}) do
@@ -114,6 +132,22 @@ local function belongs(pool, worker)
   return false
 end
 
+-- Does it serve there now? See routes.lua for who does.
+local function serves(pool, worker)
+  if not belongs(pool, worker) then
+    return false
+  elseif pool.kind == "failed" then
+    return worker.state == "failed"
+  end
+  return worker.state == "read" or worker.state == "failed" and not pool.told
+end
+
+-- What there is to do in a pool.
+local function waits(number)
+  local stats = core.backends["pool" .. number]:get_stats()
+  return stats.qcur > 0 and "queue" or stats.scur > 0 and "busy" or nil
+end
+
 -- Tells HAProxy what is new about a worker's place in a pool.
 local function apply(number, worker, share)
   local name = "pool" .. number
@@ -122,7 +156,7 @@ local function apply(number, worker, share)
   local pool = plan.pools[number]
   local after = {
     checked = belongs(pool, worker),
-    weight = share > 0 and is_member(pool, worker) and worker.weight or 0,
+    weight = share > 0 and serves(pool, worker) and worker.weight or 0,
     share = math.max(share, 1),
   }
   if after.checked ~= before.checked then
@@ -161,24 +195,28 @@ local function divide(worker)
   if #numbers < 2 then
     return
   end
-  local in_flight, demands = {}, {}
+  local now = now_ms()
+  local in_flight, wanted, places, demands, rested = {}, {}, {}, {}, {}
   for place, number in ipairs(numbers) do
     local name = "pool" .. number
-    in_flight[place] = core.backends[name].servers[worker.name]:get_stats().scur
-    demands[place] = in_flight[place] + core.backends[name]:get_stats().qcur
+    local stats = core.backends[name].servers[worker.name]:get_stats()
+    in_flight[place], wanted[place] = stats.scur, 0
+    if serves(plan.pools[number], worker) then
+      local asked_for = now - (wanted_at[number] or 0) < WANTED_MS and 1 or 0
+      places[#places + 1] = place
+      demands[#places] = stats.scur + stats.qcur + core.backends[name]:get_stats().qcur + asked_for
+      rested[#places] = now - (worker.had_at[number] or 0)
+    end
   end
-  local wanted = routes.shares(worker.max_requests, demands)
+  for index, share in ipairs(routes.shares(worker.max_requests, demands, rested)) do
+    wanted[places[index]] = share
+  end
   worker.shares = routes.next_shares(worker.max_requests, worker.shares, wanted, in_flight)
   for place, number in ipairs(numbers) do
-    apply(number, worker, worker.shares[place])
-  end
-end
-
-local function add_aliases(names)
-  for alias, name in pairs(settings.aliases) do
-    if names[name] then
-      names[alias] = true
+    if worker.shares[place] > 0 then
+      worker.had_at[number] = now
     end
+    apply(number, worker, worker.shares[place])
   end
 end
 
@@ -209,7 +247,7 @@ local looked_up = {}
 local function fill_tables()
   local found = {}
   for name, route in pairs(plan.models) do
-    if #route.warm == 1 and settings.spill_after == 0 then
+    if #route.warm == 1 and plan.pools[route.warm[1]].told and settings.spill_after == 0 then
       found[name] = "pool" .. route.warm[1]
     end
   end
@@ -226,7 +264,7 @@ local function fill_tables()
   looked_up = found
   for number = 1, settings.pools do
     local pool = plan.pools[number]
-    local name = pool and workers[pool.members[1]].key or ""
+    local name = pool and pool.key or ""
     local secret, before = name ~= "" and keys:lookup(name), keys:lookup("pool" .. number)
     if secret and secret ~= before then
       core.set_map(settings.keys, "pool" .. number, secret)
@@ -239,7 +277,7 @@ end
 -- After anything about the workers has changed.
 local function replan()
   local former = plan
-  plan = routes.plan(workers, settings.pools, former)
+  plan = routes.plan(workers, settings.pools, former, waits)
   if plan.left_out > 0 and plan.left_out ~= counts.left_out then
     core.Alert(
       string.format("gateway: %d sets of workers have no pool of their own; raise gateway_pools", plan.left_out)
@@ -287,7 +325,7 @@ local function get(server, path, key, reading)
   local secret = key ~= "" and keys:lookup(key)
   must(socket:send(table.concat({
     "GET " .. path .. " HTTP/1.0",
-    "Host: gateway",
+    "Host: localhost",
     secret and "Authorization: Bearer " .. secret or "Accept: application/json",
     "Connection: close",
     "\r\n",
@@ -331,14 +369,7 @@ local function models_of(worker, reading)
     end
   end
   for _, names in ipairs({ warm, cold }) do
-    local short = {}
-    for name in pairs(names) do
-      short[#short + 1] = catalogue.short_name(worker.kind, name)
-    end
-    for _, name in ipairs(short) do
-      names[name] = true
-    end
-    add_aliases(names)
+    add_names(names, worker.kind)
   end
   return warm, cold, listed
 end
@@ -449,7 +480,7 @@ local function look_at(worker)
 end
 
 core.register_init(function()
-  replan()
+  guarded(replan)
 end)
 for _, worker in ipairs(workers) do
   for_ever(math.max(LOOK_MS, LOOK_MS_PER_WORKER * #workers), function()
@@ -460,20 +491,23 @@ for_ever(DIVIDE_MS, function()
   for _, worker in ipairs(workers) do
     divide(worker)
   end
+  for number, pool in pairs(plan.pools) do
+    if pool.is_rest and not waits(number) then
+      return replan()
+    end
+  end
 end)
 
 -- ---------------------------------------------------------------- requests
 
 -- Has every worker that lives told, or failed to tell, what it has? And how many have told it?
 local function is_settled()
-  local told = 0
+  local settled, told = true, 0
   for _, worker in ipairs(workers) do
-    if worker.state == "unread" then
-      return false
-    end
+    settled = settled and worker.state ~= "unread"
     told = told + (worker.state == "read" and 1 or 0)
   end
-  return true, told
+  return settled, told
 end
 
 -- The pool and class for a model; nil where there is none now.
@@ -484,6 +518,9 @@ local function choose(fetch, model)
     local name = "pool" .. number
     local live = fetch:nbsrv(name)
     -- What else there is to know is for a choice, which most have not.
+    if live == 0 then
+      wanted_at[number] = now_ms()
+    end
     if live == 0 or is_only then
       return live, 0, 1, 0
     end
@@ -637,15 +674,15 @@ core.register_service("models", "http", function(applet)
     core.msleep(SHORTEST_MS)
     settled, told = is_settled()
   end
-  if told == 0 then
+  local name = applet.path:match("^/v1/models/(.+)$")
+  local entry = name and entries[decoded(name)]
+  if told == 0 or name and not entry and not settled then
     local body = openai_error("No worker is live. Please try again later.", "server_error", "service_unavailable")
     return send(applet, 503, "application/json", body, { ["retry-after"] = string.format("%d", settings.retry_after) })
   end
-  local name = applet.path:match("^/v1/models/(.+)$")
   if not name then
     return send(applet, 200, "application/json", list)
   end
-  local entry = entries[decoded(name)]
   if entry then
     return send(applet, 200, "application/json", catalogue.encode(entry))
   end

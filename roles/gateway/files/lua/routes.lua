@@ -8,6 +8,8 @@
 --   state   "down", "unread" (it has come back and has not told its models yet), "read", "failed" (it cannot tell them), or
 --           "unreachable" (though its health is good)
 --   warm    name to true: the models that it has loaded, as it told last, or as the inventory announces them
+-- A pool of workers that have told their models serves with those; one in which only such are left that cannot tell them at the
+-- moment, but had them when they told last, with these.
 --   cold    name to true: those that it would load
 
 local routes = {}
@@ -69,11 +71,37 @@ local function is_subset(members, others)
   return true
 end
 
+-- The workers with this key that have all these models.
+local function with_all(names, key, workers)
+  local found = {}
+  for index, worker in ipairs(workers) do
+    local has_all = worker.key == key
+    for _, name in ipairs(names) do
+      has_all = has_all and (worker.warm[name] or worker.on_demand and worker.cold[name])
+    end
+    if has_all then
+      found[#found + 1] = index
+    end
+  end
+  return found
+end
+
+local function is_told(pool, workers)
+  for _, index in ipairs(pool.members) do
+    if workers[index].state == "read" then
+      return true
+    end
+  end
+  return false
+end
+
 -- The plan for these workers: at most `count` pools, of which a set keeps the one that it had in `former`, so that what
--- waits there stays with its model. Returns
---   pools   number to set; models  name to {warm = {number, ...}, cold = {number, ...}}
---   failed  list of {number, names = name to true or nil for any}; left_out  sets that no pool was left for
-function routes.plan(workers, count, former)
+-- waits there stays with its model. `waits` tells of a number whether requests wait there ("queue") or are in flight ("busy"):
+-- such a pool is given to no others, and where its set is no more, it goes on with those that have all its models. Returns
+--   pools   number to {kind, members, key, names, told: has a member told its models?, is_rest: it only has requests to end}
+--   models  name to {warm = {number, ...}, cold = {number, ...}}
+--   failed  numbers of pools of workers that have never told their models; left_out  sets that no pool was left for
+function routes.plan(workers, count, former, waits)
   local warm = having(workers, "warm")
   local cold = having(workers, "cold", function(worker)
     return worker.on_demand
@@ -101,29 +129,63 @@ function routes.plan(workers, count, former)
     end
   end
 
-  local failed = {}
-  local by_names = {}
+  local unknown = {}
   for index, worker in ipairs(workers) do
-    if worker.state == "failed" then
-      local names = table.concat(sorted_keys(worker.warm), "\n")
-      by_names[names] = by_names[names] or {}
-      table.insert(by_names[names], index)
+    if worker.state == "failed" and next(worker.warm) == nil then
+      unknown[#unknown + 1] = index
     end
   end
-  for _, names in ipairs(sorted_keys(by_names)) do
-    local indexes = by_names[names]
-    for _, set in ipairs(sets_of("failed", indexes, workers)) do
-      need(set)
-      failed[#failed + 1] = { set = set, names = names ~= "" and workers[indexes[1]].warm or nil }
+  local failed = sets_of("failed", unknown, workers)
+  for _, set in ipairs(failed) do
+    need(set)
+  end
+
+  -- Small sets first, since one can stand in for a larger one but not the other way round.
+  local signatures = sorted_keys(needed)
+  table.sort(signatures, function(one, other)
+    local size, others = #needed[one].members, #needed[other].members
+    if size ~= others then
+      return size < others
     end
+    return one < other
+  end)
+  for _, signature in ipairs(signatures) do
+    needed[signature].names = users[signature]
+    needed[signature].key = workers[needed[signature].members[1]].key
+  end
+
+  local function still_has_all(set)
+    local there = {}
+    for _, name in ipairs(users[set.signature] or {}) do
+      there[name] = true
+    end
+    for _, name in ipairs(set.names) do
+      if not there[name] then
+        return false
+      end
+    end
+    return true
   end
 
   -- Numbers: first who had one, then who comes after a set with one of the same models, then the rest.
-  local pools, number_of, free = {}, {}, {}
-  local signatures = sorted_keys(needed)
+  local pools, number_of, free, busy = {}, {}, {}, {}
   for number = 1, count do
     local set = former and former.pools[number]
-    if set and needed[set.signature] then
+    local in_use = set and waits(number)
+    if in_use and not (needed[set.signature] and still_has_all(set)) then
+      pools[number] = {
+        kind = set.kind,
+        members = with_all(set.names, set.key, workers),
+        names = set.names,
+        key = set.key,
+        signature = "rest " .. number,
+        is_rest = true,
+      }
+      -- Where nothing waits any more it may be needed more urgently.
+      if in_use == "busy" then
+        table.insert(busy, number)
+      end
+    elseif set and needed[set.signature] then
       pools[number], number_of[set.signature] = needed[set.signature], number
     else
       free[number] = true
@@ -142,18 +204,6 @@ function routes.plan(workers, count, former)
       end
     end
   end
-  local left_out = 0
-  for _, signature in ipairs(signatures) do
-    if not number_of[signature] then
-      local number = sorted_keys(free)[1]
-      if number then
-        take(signature, number)
-      else
-        left_out = left_out + 1
-      end
-    end
-  end
-
   -- A set without a pool is served by pools of some of its workers.
   local function numbers(set)
     if number_of[set.signature] then
@@ -161,12 +211,40 @@ function routes.plan(workers, count, former)
     end
     local found = {}
     for number, pool in pairs(pools) do
-      if pool.kind == set.kind and is_subset(pool.members, set.members) then
+      if pool.kind == set.kind and not pool.is_rest and is_subset(pool.members, set.members) then
         found[#found + 1] = number
       end
     end
     return found
   end
+  -- The number of the largest set that others can stand in for, and where nothing waits.
+  local function largest()
+    local found
+    for number, pool in pairs(pools) do
+      local size = #pool.members
+      if not pool.is_rest and size > 1 and waits(number) ~= "queue" then
+        found = (not found or size > #pools[found].members) and number or found
+      end
+    end
+    return found
+  end
+  for _, signature in ipairs(signatures) do
+    local number = not number_of[signature] and (sorted_keys(free)[1] or table.remove(busy))
+    if not number and not number_of[signature] and #numbers(needed[signature]) == 0 then
+      number = largest()
+      if number then
+        number_of[pools[number].signature] = nil
+      end
+    end
+    if number then
+      take(signature, number)
+    end
+  end
+  local left_out = 0
+  for _, signature in ipairs(signatures) do
+    left_out = left_out + (number_of[signature] and 0 or 1)
+  end
+
   local function all_numbers(sets)
     local found = {}
     for _, set in ipairs(sets) do
@@ -180,26 +258,26 @@ function routes.plan(workers, count, former)
   for _, route in pairs(models) do
     route.warm, route.cold = all_numbers(route.warm), all_numbers(route.cold)
   end
-  local failed_numbers = {}
-  for _, item in ipairs(failed) do
-    for _, number in ipairs(numbers(item.set)) do
-      failed_numbers[#failed_numbers + 1] = { number = number, names = item.names }
-    end
+  for _, pool in pairs(pools) do
+    pool.told = is_told(pool, workers)
   end
-  return { pools = pools, models = models, failed = failed_numbers, left_out = left_out }
+  return { pools = pools, models = models, failed = all_numbers(failed), left_out = left_out }
 end
 
 -- How a worker's cap is divided among the pools that it belongs to: as even as their demands allow, in whole requests, never
 -- more in all than the cap. `demands` is a list of requests in flight and waiting; returns a list of shares.
--- An idle pool keeps one place, so that its first request need not wait for the next division, unless there are too few.
-function routes.shares(cap, demands)
+-- An idle pool keeps one place, so that its first request need not wait for the next division, unless there are too few. Then
+-- those that ask for one come first, and of them who has been without for longest (`rested`, of each the time).
+function routes.shares(cap, demands, rested)
   local order, shares, left = {}, {}, cap
   for index in ipairs(demands) do
     order[index], shares[index] = index, 0
   end
   table.sort(order, function(one, other)
-    if demands[one] ~= demands[other] then
-      return demands[one] > demands[other]
+    if (demands[one] > 0) ~= (demands[other] > 0) then
+      return demands[one] > 0
+    elseif rested[one] ~= rested[other] then
+      return rested[one] > rested[other]
     end
     return one < other
   end)
@@ -223,7 +301,7 @@ function routes.shares(cap, demands)
   end
   -- What nobody asks for goes round, so that a burst finds room anywhere.
   local turn = 0
-  while left > 0 do
+  while left > 0 and #order > 0 do
     local index = order[turn % #order + 1]
     shares[index], left, turn = shares[index] + 1, left - 1, turn + 1
   end
@@ -235,11 +313,11 @@ end
 function routes.next_shares(cap, current, wanted, in_flight)
   local shares, bound = {}, 0
   for index in ipairs(wanted) do
-    shares[index] = math.min(current[index], wanted[index])
+    -- What it has in flight is bound already, and may be kept up.
+    shares[index] = math.min(math.max(current[index], in_flight[index]), wanted[index])
     bound = bound + math.max(shares[index], in_flight[index])
   end
   for index in ipairs(wanted) do
-    -- What it has in flight beyond its share is bound already.
     local more = math.min(wanted[index] - shares[index], cap - bound)
     if more > 0 then
       local before = math.max(shares[index], in_flight[index])
@@ -277,7 +355,11 @@ end
 -- `spill_after`, unless 0: with so many waiting for warm workers, one that would have to load the model may.
 function routes.choose(plan, name, spill_after, look)
   local route = plan.models[name] or { warm = {}, cold = {} }
-  local number, free, waiting = routes.best(route.warm, look)
+  local told, possibly = {}, {}
+  for _, pool in ipairs(route.warm) do
+    table.insert(plan.pools[pool].told and told or possibly, pool)
+  end
+  local number, free, waiting = routes.best(told, look)
   if number then
     if spill_after > 0 and free <= 0 and waiting >= spill_after then
       local cold = routes.best(route.cold, look)
@@ -287,13 +369,10 @@ function routes.choose(plan, name, spill_after, look)
     end
     return number, "warm"
   end
-  local numbers = {}
-  for _, item in ipairs(plan.failed) do
-    if not item.names or item.names[name] then
-      numbers[#numbers + 1] = item.number
-    end
+  for _, pool in ipairs(plan.failed) do
+    possibly[#possibly + 1] = pool
   end
-  number = routes.best(numbers, look)
+  number = routes.best(possibly, look)
   if number then
     return number, "possibly"
   end

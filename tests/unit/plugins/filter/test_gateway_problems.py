@@ -197,7 +197,20 @@ def test_good(changes: dict[str, Any]) -> None:
         ),
         (
             {"workers": [{**WORKER, "models": [""]}]},
-            "gateway_workers (a): models has ''; allowed is a model's name, as it tells it.",
+            "gateway_workers (a): models has ''; allowed is a list of models' names, as it tells them.",
+        ),
+        (
+            {"workers": [{**WORKER, "models": 5}]},
+            "gateway_workers (a): models has 5; allowed is a list of models' names, as it tells them.",
+        ),
+        (
+            {"aliases": {"chat": 5}},
+            "gateway_aliases has 'chat': 5; allowed are two names of models, like chat: qwen3.8-flash-next.",
+        ),
+        (
+            {"pools": 1},
+            "gateway_pools is 1, and there are 2 workers; allowed is at least one for each, or the models of some "
+            "would have none. Raise it.",
         ),
         (
             {"workers": [{**WORKER, "key": "two words"}]},
