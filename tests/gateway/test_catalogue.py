@@ -111,6 +111,32 @@ def test_a_start_answers_nothing_with_404_before_all_have_been_asked(
         assert gateway.chat(model="unknown").status == 404
 
 
+def test_while_the_only_worker_is_being_asked_nothing_is_said_of_its_models(
+    single: Gateway, spark_a: Worker
+) -> None:
+    """Neither that there are none, nor that one is unknown."""
+    spark_a.health = 503
+    until(lambda: single.get("/v1/models").status == 503, 2)
+    spark_a.catalogue_fault, spark_a.health = "hangs", 200
+    until(lambda: single.is_live("spark-a"))
+    for path in ("/v1/models", f"/v1/models/{MODEL}"):
+        assert single.get(path).status == 503
+    spark_a.catalogue_fault = ""
+    until(lambda: single.get("/v1/models").status == 200, 5)
+    assert listed(single) == [MODEL]
+
+
+def test_an_alias_of_an_announced_model_is_waited_for_too(
+    configurations: dict[str, Path], embed: Worker
+) -> None:
+    """After a start that never saw its workers."""
+    with gateway_of(configurations["farm"]).running() as gateway:
+        until(lambda: gateway.takes("embed"))
+        for model in (MODEL, "chat"):
+            assert gateway.chat(model=model).status == 503
+        assert gateway.chat(model="unknown").status == 404
+
+
 def test_a_reload_forgets_nothing(farm: Gateway, clients: Clients) -> None:
     for _ in range(3):
         farm.reload()

@@ -28,6 +28,12 @@ def test_who_has_a_key_is_let_in_and_named_in_the_log(
     assert received.headers["authorization"] == "Bearer sk-the-workers-key"
 
 
+def test_a_browsers_question_tells_no_models(keyed: Gateway, spark_a: Worker, spark_b: Worker) -> None:
+    """It needs no key, and goes to a worker."""
+    answer = keyed.ask("OPTIONS", "/v1/models")
+    assert answer.json["served_by"] in ("spark-a", "spark-b")
+
+
 def test_a_header_of_anthropics_clients_is_taken_too(
     keyed: Gateway, spark_a: Worker, spark_b: Worker
 ) -> None:
