@@ -270,7 +270,8 @@ def test_what_changes_elsewhere_leaves_the_balance_alone(farm: Gateway, embed: W
         embed.models = [f"embedder-{number}"]
         served.append(farm.chat().served_by)
         time.sleep(0.25)
-    assert served.count("spark-a") == served.count("spark-b") == 10
+    assert set(served) == {"spark-a", "spark-b"}
+    assert abs(served.count("spark-a") - served.count("spark-b")) <= 4
 
 
 def test_a_worker_that_moved_is_not_looked_for_where_it_was(
