@@ -81,6 +81,4 @@ function catalogue.list(entries)
   return '{"object":"list","data":[' .. table.concat(items, ",") .. "]}"
 end
 
-catalogue.encode = json.encode
-
 return catalogue

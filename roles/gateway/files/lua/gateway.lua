@@ -684,7 +684,7 @@ core.register_service("models", "http", function(applet)
     return send(applet, 200, "application/json", list)
   end
   if entry then
-    return send(applet, 200, "application/json", catalogue.encode(entry))
+    return send(applet, 200, "application/json", json.encode(entry))
   end
   by_refusal.unknown_model = by_refusal.unknown_model + 1
   local message = "There is no model of this name. GET /v1/models lists those that there are."
@@ -698,12 +698,7 @@ local function family(lines, name, kind, meaning, values)
   if type(values) ~= "table" then
     values = { [""] = values }
   end
-  local labels = {}
-  for label in pairs(values) do
-    labels[#labels + 1] = label
-  end
-  table.sort(labels)
-  for _, label in ipairs(labels) do
+  for _, label in ipairs(routes.sorted_keys(values)) do
     lines[#lines + 1] = string.format("%s%s %s", full, label, values[label])
   end
 end
@@ -818,11 +813,6 @@ core.register_cli({ "show", "gateway" }, "show gateway: the workers, and who has
   end
   lines[#lines + 1] = ""
   lines[#lines + 1] = "models"
-  local names = {}
-  for name in pairs(plan.models) do
-    names[#names + 1] = name
-  end
-  table.sort(names)
   local function members(numbers)
     local found = {}
     for _, number in ipairs(numbers) do
@@ -832,7 +822,7 @@ core.register_cli({ "show", "gateway" }, "show gateway: the workers, and who has
     end
     return table.concat(found, ", ")
   end
-  for _, name in ipairs(names) do
+  for _, name in ipairs(routes.sorted_keys(plan.models)) do
     local route = plan.models[name]
     local text = members(route.warm)
     if #route.cold > 0 then

@@ -14,12 +14,7 @@
 
 local routes = {}
 
--- "read" pools are for workers that have told their models, "failed" ones for those that cannot.
-local function key_of(kind, worker)
-  return kind .. " " .. (worker.key or "")
-end
-
-local function sorted_keys(set)
+function routes.sorted_keys(set)
   local keys = {}
   for key in pairs(set) do
     keys[#keys + 1] = key
@@ -28,12 +23,15 @@ local function sorted_keys(set)
   return keys
 end
 
--- The sets of workers, one for each key among them, as a list of {kind, members = {index, ...}, signature}.
+local sorted_keys = routes.sorted_keys
+
+-- The sets of workers, one for each key among them, as a list of {kind, key, members = {index, ...}, signature}: "read" ones
+-- are of workers that have told their models, "failed" ones of those that cannot.
 local function sets_of(kind, indexes, workers)
   local by_key, sets = {}, {}
   for _, index in ipairs(indexes) do
-    local key = key_of(kind, workers[index])
-    by_key[key] = by_key[key] or { kind = kind, members = {} }
+    local key = workers[index].key
+    by_key[key] = by_key[key] or { kind = kind, key = key, members = {} }
     table.insert(by_key[key].members, index)
   end
   for _, key in ipairs(sorted_keys(by_key)) do
@@ -58,13 +56,13 @@ local function having(workers, class, wanted)
   return found
 end
 
-local function is_subset(members, others)
+local function is_subset(items, others)
   local there = {}
-  for _, index in ipairs(others) do
-    there[index] = true
+  for _, item in ipairs(others) do
+    there[item] = true
   end
-  for _, index in ipairs(members) do
-    if not there[index] then
+  for _, item in ipairs(items) do
+    if not there[item] then
       return false
     end
   end
@@ -151,20 +149,6 @@ function routes.plan(workers, count, former, waits)
   end)
   for _, signature in ipairs(signatures) do
     needed[signature].names = users[signature]
-    needed[signature].key = workers[needed[signature].members[1]].key
-  end
-
-  local function still_has_all(set)
-    local there = {}
-    for _, name in ipairs(users[set.signature] or {}) do
-      there[name] = true
-    end
-    for _, name in ipairs(set.names) do
-      if not there[name] then
-        return false
-      end
-    end
-    return true
   end
 
   -- Numbers: first who had one, then who comes after a set with one of the same models, then the rest.
@@ -172,7 +156,7 @@ function routes.plan(workers, count, former, waits)
   for number = 1, count do
     local set = former and former.pools[number]
     local in_use = set and waits(number)
-    if in_use and not (needed[set.signature] and still_has_all(set)) then
+    if in_use and not (needed[set.signature] and is_subset(set.names, users[set.signature])) then
       pools[number] = {
         kind = set.kind,
         members = with_all(set.names, set.key, workers),
