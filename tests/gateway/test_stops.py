@@ -43,7 +43,8 @@ def test_a_restart_of_each_worker_in_turn_loses_nothing(
         requests += clients.chats(30, seconds=0.05)
         worker.health = 200
         worker.start()
-        until(lambda: gateway.is_live(worker.name), 2)  # noqa: B023
+        # The next follows when this one has told its models, too: without a hold nobody waits for that.
+        until(lambda: gateway.is_live(worker.name) and gateway.takes(worker.name), 2)  # noqa: B023
     assert {answer.status for answer in answers(requests)} == {200}
     assert len(spark_a.received) + len(spark_b.received) == len(requests)
 
