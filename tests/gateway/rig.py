@@ -508,6 +508,26 @@ class Gateway:
         labels = (f'proxy="{backend}"', f'server="{worker}"', f'state="{state}"')
         return self.metric("haproxy_server_status", "server", *labels) == 1
 
+    def sends_to(self, worker: str) -> bool:
+        """Whether the worker still gets requests, or has some: each backend notices by itself that it drains."""
+        lines = self.metrics("/metrics?scope=server").body.decode().splitlines()
+        found = {
+            line.rpartition(" ")[0]
+            for line in lines
+            if f'server="{worker}"' in line and not line.endswith(" 0")
+        }
+        # A pool that the worker does not belong to leaves it UP, without a weight.
+        weighted = [
+            figure.partition("{")[2] for figure in found if figure.startswith("haproxy_server_weight{")
+        ]
+        live = {
+            figure
+            for figure in found
+            if figure.startswith("haproxy_server_status{") and 'state="UP"' in figure
+        }
+        busy = any(figure.startswith("haproxy_server_current_sessions{") for figure in found)
+        return busy or any(labels[:-1] in figure for figure in live for labels in weighted)
+
     def takes(self, worker: str) -> bool:
         """Whether the worker gets requests for its models."""
         return self.figure(f'worker_models_read{{worker="{worker}"}}') == 1

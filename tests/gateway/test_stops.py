@@ -36,9 +36,9 @@ def test_a_restart_of_each_worker_in_turn_loses_nothing(
     requests = clients.chats(30, seconds=0.05)
     for worker in (spark_a, spark_b):
         worker.health = 404
-        until(lambda: not gateway.is_live(worker.name), 2)  # noqa: B023  (called at once)
         requests += clients.chats(30, seconds=0.05)
-        until(lambda: worker.in_flight == 0)  # noqa: B023
+        # An agent, too, ends its engine only some time after it began to say so.
+        until(lambda: not gateway.sends_to(worker.name))  # noqa: B023  (called at once)
         worker.stop()
         requests += clients.chats(30, seconds=0.05)
         worker.health = 200
@@ -68,6 +68,25 @@ def test_no_live_worker_is_told_at_once(
         assert answer.json["error"]["type"] == "server_error"
         assert answer.served_by is None
     assert len(spark_a.received) + len(spark_b.received) == 0
+
+
+def test_a_worker_that_has_just_come_back_is_waited_for(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
+    """Even without a hold: it is live, and only has to tell its models yet."""
+    # Just after its start the gateway waits for each worker anyway.
+    time.sleep(3.2)
+    spark_a.stop()
+    spark_b.stop()
+    until(gateway.has_nobody, 2)
+    spark_b.catalogue_fault = "hangs"
+    spark_b.catalogue_requests.clear()
+    spark_b.start()
+    until(lambda: spark_b.catalogue_requests, 2)
+    requests = clients.chats(4)
+    time.sleep(0.3)
+    spark_b.catalogue_fault = ""
+    assert {answer.status for answer in answers(requests)} == {200}
 
 
 def test_the_first_live_worker_serves_within_a_second(

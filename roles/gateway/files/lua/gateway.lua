@@ -570,8 +570,8 @@ local function hold(txn, model, seconds, began)
     number, class = choose(txn.f, model)
     if not number and is_unknown(model) then
       problem = "unknown_model"
-    elseif not number and now - began >= 1000 * seconds and (is_settled() or now - started > FIRST_CHECK_MS) then
-      -- However short its patience: just after a start nobody knows yet that there is no worker.
+    elseif not number and now - began >= math.max(1000 * seconds, is_settled() and 0 or FIRST_CHECK_MS) then
+      -- However short its patience: while a worker that has just come is asked for its models, it may be the one.
       problem = "no_worker"
       counts.expired = counts.expired + 1
     end
