@@ -297,6 +297,16 @@ def test_the_model_stands_anywhere(gateway: Gateway, place: str, size: int) -> N
     assert (unknown.status, "un/known" in unknown.json["error"]["message"]) == (404, True)
 
 
+@pytest.mark.parametrize("end", ["", ', "n": [1, "]"]', ', "x": {"model": "not-this"}'])
+@pytest.mark.parametrize("length", [32_768, 39_936, 1_048_576])
+def test_the_length_makes_no_difference(gateway: Gateway, length: int, end: str) -> None:
+    """Around each length from which on more of the beginning is left out when the end is looked at (haproxy.cfg)."""
+    head, tail = b'{"prompt": "', f'\\"model\\": \\"no\\"", "model": "{MODEL}"{end}}}'.encode()
+    for more in range(-4, 5):
+        body = head + b"x" * (length + more - len(head) - len(tail)) + tail
+        assert gateway.post(CHAT, body).status == 200, more
+
+
 @pytest.mark.parametrize("chunk", [1000, 100_000])
 def test_a_body_in_chunks_is_read_too(gateway: Gateway, chunk: int) -> None:
     body = body_with("last", MIB)
