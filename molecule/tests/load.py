@@ -46,6 +46,7 @@ class Load:
 
     tokens: bounds of the length of a reply. patience: seconds without a byte after which a client hangs up.
     pause: seconds that a client thinks before it asks again.
+    key: what they are let in with.
     numbered: the stand-in numbers its tokens, so that each can be checked; of a real engine they are counted.
     On leaving the block each client finishes what it has begun.
     """
@@ -59,6 +60,7 @@ class Load:
         pause: float = 0,
         model: str = "simulated",
         numbered: bool = True,
+        key: str = "",
     ) -> None:
         self._url = url
         self._clients = clients
@@ -67,6 +69,7 @@ class Load:
         self._pause = pause
         self._model = model
         self._numbered = numbered
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live)
         self._fault: BaseException | None = None
@@ -121,7 +124,9 @@ class Load:
     async def _run(self) -> None:
         limits = aiohttp.ClientTimeout(total=None, connect=self._patience, sock_read=self._patience)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=limits, connector=connector) as session:
+        async with aiohttp.ClientSession(
+            timeout=limits, connector=connector, headers=self._headers
+        ) as session:
             await asyncio.gather(*(self._client(session, number) for number in range(self._clients)))
 
     async def _client(self, session: aiohttp.ClientSession, number: int) -> None:

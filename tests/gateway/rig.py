@@ -112,8 +112,8 @@ class Worker:
     at once.
     """
 
-    def __init__(self, name: str, port: int, health_port: int) -> None:
-        self.name, self.port, self.health_port = name, port, health_port
+    def __init__(self, name: str, port: int, health_port: int, address: str = LOOPBACK) -> None:
+        self.name, self.port, self.health_port, self.address = name, port, health_port, address
         self.health = 200
         self.kind, self.health_path = "vllm", "/health"
         self.health_delay = 0.0
@@ -159,9 +159,8 @@ class Worker:
         """Let so many of the requests that wait for it (``hold``) be answered."""
         self._released.release(requests)
 
-    @staticmethod
-    def _serve(port: int, handler: type[_Handler]) -> _Server:
-        server = _Server((LOOPBACK, port), handler)
+    def _serve(self, port: int, handler: type[_Handler]) -> _Server:
+        server = _Server((self.address, port), handler)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return server
 
@@ -357,6 +356,9 @@ class Gateway:
     log_port: int
     log: list[dict[str, Any]] = field(default_factory=list)
     certificate: Path | None = None
+    address: str = LOOPBACK
+    # What each request has besides its own.
+    headers: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> subprocess.CompletedProcess[str]:
         """Let HAProxy judge the configuration; a warning is an error."""
@@ -415,16 +417,17 @@ class Gateway:
     def connect(self, timeout: float = 15) -> http.client.HTTPConnection:
         """A client's connection, over TLS where the gateway has a certificate."""
         if self.certificate is None:
-            return http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout)
+            return http.client.HTTPConnection(self.address, self.port, timeout=timeout)
         context = ssl.create_default_context(cafile=str(self.certificate))
-        return http.client.HTTPSConnection(LOOPBACK, self.port, timeout=timeout, context=context)
+        return http.client.HTTPSConnection(self.address, self.port, timeout=timeout, context=context)
 
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 15, **headers: str) -> Answer:
         """Send one request on a connection of its own and read the whole answer."""
         started = time.monotonic()
         connection = self.connect(timeout)
         with contextlib.closing(connection):
-            connection.request(method, path, json.dumps(body) if body is not None else None, _names(headers))
+            text = json.dumps(body) if body is not None else None
+            connection.request(method, path, text, {**self.headers, **_names(headers)})
             response = connection.getresponse()
             content = response.read()
         return Answer(response.status, _lower(response), content, time.monotonic() - started)
@@ -443,7 +446,7 @@ class Gateway:
         with contextlib.closing(self.connect()) as connection:
             # A request that is refused while it is being sent has an answer, too.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request("POST", path, body, {"content-type": content_type})
+                connection.request("POST", path, body, {**self.headers, "content-type": content_type})
             response = connection.getresponse()
             content = response.read()
         return Answer(response.status, _lower(response), content, time.monotonic() - started)
@@ -453,7 +456,7 @@ class Gateway:
         """A streamed chat whose answer is still being read."""
         connection = self.connect()
         with contextlib.closing(connection):
-            connection.request("POST", CHAT, json.dumps({"model": MODEL, **what}))
+            connection.request("POST", CHAT, json.dumps({"model": MODEL, **what}), self.headers)
             yield connection.getresponse()
 
     @contextlib.contextmanager
@@ -479,7 +482,7 @@ class Gateway:
         """A client that asks and, at the end, leaves without its answer."""
         connection = self.connect()
         with contextlib.closing(connection):
-            connection.request("POST", CHAT, json.dumps({"model": MODEL, **what}))
+            connection.request("POST", CHAT, json.dumps({"model": MODEL, **what}), self.headers)
             yield
 
     def metrics(self, path: str = "/metrics") -> Answer:
