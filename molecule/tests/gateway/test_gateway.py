@@ -119,7 +119,7 @@ class Installed(Gateway):
             "POST", "/v1/completions", {"model": model, "prompt": "hello", "max_tokens": 2, **more}, 60
         )
 
-    def log(self, request_id: str) -> dict[str, object]:
+    def line(self, request_id: str) -> dict[str, object]:
         """A request's line in the access log."""
         found = self.run(f"journalctl --identifier haproxy --output cat --grep '{request_id}' --no-pager")
         return dict(json.loads(found[found.index("{") :].splitlines()[0]))
@@ -205,7 +205,7 @@ def test_each_model_is_served_by_those_that_have_it(
     answers = all_at_once([lambda: gateway.complete(model)] * 16)
     assert {answer.status for answer in answers} == {200}
     assert {answer.served_by for answer in answers} == workers
-    line = gateway.log(answers[0].headers["x-request-id"])
+    line = gateway.line(answers[0].headers["x-request-id"])
     assert (line["name"], line["model"], line["route"], line["worker"] in workers) == (
         "alice",
         model,
@@ -255,7 +255,7 @@ def test_every_worker_gets_its_own_key_and_never_a_clients(
 
 def test_who_has_no_key_is_refused_and_a_limit_holds(gateway: Installed) -> None:
     for headers in ({"Authorization": ""}, {"Authorization": "Bearer none"}):
-        answer = gateway.ask("GET", "/v1/models", **headers)
+        answer = gateway.ask("GET", "/v1/models", None, 15, **headers)
         assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
     bobs = all_at_once([lambda: gateway.ask("POST", "/v1/completions", body, 60, **key_of("bob"))] * 3)
