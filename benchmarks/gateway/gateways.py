@@ -172,6 +172,7 @@ def _ours(directory: Path, port: int, workers: Sequence[int], log: int) -> list[
         "gateway_port": port,
         "gateway_metrics_port": free_port(),
         "gateway_log": f"{LOOPBACK}:{log}",
+        "gateway_pools": max(16, len(workers)),
         # More than any measurement has in flight: the cap is not what is compared.
         "gateway_workers": [
             {
