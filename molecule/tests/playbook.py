@@ -10,18 +10,26 @@ ROOT = Path(__file__).resolve().parents[2]
 INVENTORY = ROOT / "molecule/inventory"
 
 
-def play(
-    playbook: str, *arguments: str, inventory: Path = INVENTORY, seconds: float = 300
-) -> tuple[int, str]:
-    """Run a playbook, for at most so long; returns its exit status and what it printed, white space folded."""
-    command = ["ansible-playbook", f"--inventory={inventory}", *arguments, str(ROOT / "playbooks" / playbook)]
+def command(playbook: str, *arguments: str, inventory: Path = INVENTORY) -> list[str]:
+    """The command that runs a playbook."""
     environment = {
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_SSH_TIMEOUT": "5",
         "ANSIBLE_SSH_RETRIES": "0",
     }
+    return [
+        "env",
+        *(f"{name}={value}" for name, value in environment.items()),
+        *("ansible-playbook", f"--inventory={inventory}", *arguments, str(ROOT / "playbooks" / playbook)),
+    ]
+
+
+def play(
+    playbook: str, *arguments: str, inventory: Path = INVENTORY, seconds: float = 300
+) -> tuple[int, str]:
+    """Run a playbook, for at most so long; returns its exit status and what it printed, white space folded."""
     done = subprocess.run(
-        ["env", *(f"{name}={value}" for name, value in environment.items()), *command],
+        command(playbook, *arguments, inventory=inventory),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

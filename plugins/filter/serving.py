@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ansible_collections.twospark.serving.plugins.module_utils import _plan, _status
+from ansible_collections.twospark.serving.plugins.module_utils import _plan, _status, _switch
 
 
 class FilterModule:
@@ -20,5 +20,9 @@ class FilterModule:
             "host_mode": _plan.host_mode,
             "status_report": _status.status_report,
             "mode_problems": _plan.mode_problems,
+            "rolling_problems": _switch.rolling_problems,
+            "switch_announcement": _switch.switch_announcement,
+            "switch_end": _switch.switch_end,
+            "switch_outcome": _switch.switch_outcome,
             "wanted_mode": _plan.wanted_mode,
         }

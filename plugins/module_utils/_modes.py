@@ -114,9 +114,12 @@ class Change:
         return {"before": side("before"), "after": side("after")}
 
 
-def change(units: Mapping[str, Unit], mode: str, restart_stale: bool = False) -> Change:
+def change(
+    units: Mapping[str, Unit], mode: str, restart_stale: bool = False, restart: bool = False
+) -> Change:
     """What leads from ``units`` (by mode) to ``mode`` (``replica``, ``tp`` or ``stopped``), in the order to do it.
 
+    ``restart`` also restarts a unit that is active, and ``restart_stale`` one that runs with former settings.
     The new mode is enabled before the old one is touched: whatever breaks half-way, the next boot starts the new one.
     """
     result = Change()
@@ -158,6 +161,9 @@ def change(units: Mapping[str, Unit], mode: str, restart_stale: bool = False) ->
                 mode, "settings", "running with former settings", "restarted with the present settings"
             )
         )
+        result.steps.append(Step("restart", mode))
+    elif restart:
+        result.differences.append(Difference(mode, "engine", "running", "restarted"))
         result.steps.append(Step("restart", mode))
     return result
 

@@ -17,6 +17,7 @@ if t.TYPE_CHECKING:
     from ansible.module_utils.basic import AnsibleModule
 
 CONFIG_DIRECTORY = "/etc/vllm"
+STATE_DIRECTORY = "/var/lib/vllm"
 AGENT_DIRECTORY = "/usr/local/lib/vllm-agent"
 
 
@@ -87,6 +88,15 @@ class Spark:
             with open(f"{CONFIG_DIRECTORY}/{mode}.json", encoding="utf-8") as file:
                 return dict(json.load(file))
         except (OSError, ValueError):
+            return None
+
+    def last_start(self, mode: str) -> float | None:
+        """How many seconds the last start in this mode took; None when there was none."""
+        try:
+            with open(f"{STATE_DIRECTORY}/{mode}-history.json", encoding="utf-8") as file:
+                seconds = json.load(file)["last_start_seconds"]
+                return None if seconds is None else float(seconds)
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def agent(self, mode: str) -> dict[str, t.Any] | None:

@@ -59,6 +59,11 @@ units:
   type: dict
   sample: {replica: {active: active, enabled: true, installed: true, restarts: 0, result: success, stale: false,
     since: 'Mon 2026-11-30 08:00:00 UTC', status: serving, sub: running}}
+last_starts:
+  description: Each mode to the seconds that its last start took; none where there was no start.
+  returned: success
+  type: dict
+  sample: {replica: 412.0, tp: null}
 agent:
   description: What the running agent says of its engine; none when no agent answers.
   returned: success
@@ -87,6 +92,7 @@ def main() -> None:
         enabled=enabled,
         active=modes.active_modes(units),
         units={mode: unit.told() for mode, unit in units.items()},
+        last_starts={mode: spark.last_start(mode) for mode in modes.UNITS},
         agent=next((agent for agent in agents if agent), None),
     )
 

@@ -41,6 +41,10 @@ options:
       - Nothing is restarted that runs with the present settings.
     type: bool
     default: false
+  restart:
+    description: Restart the unit even when it runs with the present settings. A unit that is not active is only started.
+    type: bool
+    default: false
 extends_documentation_fragment:
   - twospark.serving.attributes
 seealso:
@@ -95,6 +99,8 @@ durations:
   sample: {stop vllm-replica.service: 4.2, ready: 312.0}
 """
 
+import contextlib
+import fcntl
 import time
 import typing as t
 
@@ -102,6 +108,19 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.twospark.serving.plugins.module_utils import _modes as modes
 from ansible_collections.twospark.serving.plugins.module_utils._spark import Spark
+
+GUARD = "/run/vllm-mode.guard"
+
+
+@contextlib.contextmanager
+def alone(module: AnsibleModule) -> t.Iterator[None]:
+    """Wait until no other run of this module is at work on this host: one may outlive the playbook that called it."""
+    if module.check_mode:
+        yield
+        return
+    with open(GUARD, "w", encoding="utf-8") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
 
 
 def main() -> None:
@@ -112,32 +131,35 @@ def main() -> None:
             "wait": {"type": "bool", "default": True},
             "timeout": {"type": "int", "default": 5400},
             "restart_stale": {"type": "bool", "default": False},
+            "restart": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )
     mode: str = module.params["mode"]
     spark = Spark(module)
-    before = spark.units()
-    # On a bare host check mode runs before the units are there; the run itself would have installed them.
-    if mode != "stopped" and not before[mode].installed and not module.check_mode:
-        module.fail_json(
-            msg=f"{modes.UNITS[mode]} is not installed on this host, so mode {mode} cannot be reached. Nothing was stopped. "
-            "Install it first: ansible-playbook playbooks/site.yml"
-        )
-    change = modes.change(before, mode, module.params["restart_stale"])
     durations: dict[str, float] = {}
-    result: dict[str, t.Any] = {
-        "changed": bool(change.steps),
-        "before": {name: unit.told() for name, unit in before.items()},
-        "actions": [str(step) for step in change.steps],
-        "diff": change.diff(),
-        "durations": durations,
-    }
+    with alone(module):
+        before = spark.units()
+        # On a bare host check mode runs before the units are there; the run itself would have installed them.
+        if mode != "stopped" and not before[mode].installed and not module.check_mode:
+            module.fail_json(
+                msg=f"{modes.UNITS[mode]} is not installed on this host, so mode {mode} cannot be reached. Nothing was stopped. "
+                "Install it first: ansible-playbook playbooks/site.yml"
+            )
+        change = modes.change(before, mode, module.params["restart_stale"], module.params["restart"])
+        result: dict[str, t.Any] = {
+            "changed": bool(change.steps),
+            "before": {name: unit.told() for name, unit in before.items()},
+            "actions": [str(step) for step in change.steps],
+            "diff": change.diff(),
+            "durations": durations,
+        }
+        if not module.check_mode:
+            for step, action in zip(change.steps, result["actions"], strict=True):
+                begin = time.monotonic()
+                spark.do(step)
+                durations[action] = round(time.monotonic() - begin, 1)
     if not module.check_mode:
-        for step, action in zip(change.steps, result["actions"], strict=True):
-            begin = time.monotonic()
-            spark.do(step)
-            durations[action] = round(time.monotonic() - begin, 1)
         if mode != "stopped" and module.params["wait"]:
             begin = time.monotonic()
             unit = spark.wait(mode, module.params["timeout"])

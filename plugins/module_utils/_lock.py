@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Who is changing what a Spark serves. Private to the collection.
+
+A holder is the process that runs the playbook: when it is gone, so is its claim, and on its own machine that can be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A run of a playbook. ``began`` is when its process began, as ps(1) tells it, since numbers of processes come again;
+    ``purpose`` is for people."""
+
+    user: str
+    machine: str
+    pid: int
+    began: str
+    purpose: str = ""
+    since: str = ""
+
+    @classmethod
+    def of(cls, told: Mapping[str, object]) -> Holder:
+        """From what `told` made; raises KeyError or ValueError where that is not it."""
+        return cls(
+            **{name: str(told[name]) for name in ("user", "machine", "began", "purpose", "since")},
+            pid=int(str(told["pid"])),
+        )
+
+    def told(self) -> dict[str, object]:
+        """For a file or a module's return value."""
+        return asdict(self)
+
+    def same_run(self, other: Holder) -> bool:
+        """Is it the same process?"""
+        return (self.machine, self.pid, self.began) == (other.machine, other.pid, other.began)
+
+    def is_gone(self, here: str) -> bool:
+        """Has its process ended? Told only on its own machine, which is ``here``; elsewhere it counts as there."""
+        return self.machine == here and began(self.pid) != self.began
+
+    def __str__(self) -> str:
+        return f"{self.user} on {self.machine} (process {self.pid}, {self.purpose}, since {self.since})"
+
+
+def began(pid: int) -> str:
+    """When a process of this machine began, as ps(1) tells it; empty when there is no such process."""
+    done = subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+    )
+    return " ".join(done.stdout.split())

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""What is said of a switch before it, and what follows from how it went. Private to the collection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import _modes as modes
+from ._status import table
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+def switch_announcement(mode: str, sparks: Results, wishes: Mapping[str, str]) -> list[str]:
+    """The lines that tell what a switch is about to do.
+
+    ``mode`` is what was asked for (``replica``, ``tp`` or ``stopped``), ``sparks`` each Spark to what serving_info returned
+    just now, ``wishes`` each to the mode that it shall have.
+    """
+    rows = [("host", "now", "then", "in flight", "last start took")]
+    for host, info in sparks.items():
+        agent = info.get("agent") or {}
+        requests = agent.get("requests") or {}
+        seconds = (info.get("last_starts") or {}).get(wishes[host])
+        rows.append(
+            (
+                host,
+                info.get("wanted", "?"),
+                wishes[host],
+                str(sum(requests.values())) if requests else "-",
+                "-" if seconds is None else f"{seconds:.0f} s",
+            )
+        )
+    before = sorted({info.get("wanted", "?") for info in sparks.values()})
+    return [f"from {' and '.join(before)} to {mode}", *table(rows)]
+
+
+def switch_outcome(
+    mode: str, sparks: Results, unanswered: Mapping[str, str], come_back: bool = True
+) -> dict[str, Any]:
+    """What a switch came to, and what shall follow.
+
+    ``mode`` is what was asked for. ``sparks`` maps each Spark to ``former`` (the mode that was enabled there before),
+    ``wish`` (the mode that it should have got) and ``brought`` (``failed``, ``unreachable`` and ``msg`` of bringing it there).
+    ``unanswered`` maps each gateway to why no completion came through it afterwards, empty when one came. ``come_back``
+    says whether the operator wants the former mode back.
+
+    Returns ``causes`` (a list, empty when all is well), ``former`` (Spark to mode, empty when there is no way back or it is
+    not wanted), ``name`` (the former mode of all Sparks together) and ``message`` (the story, with the causes last).
+    """
+    causes = _wrong(sparks, "brought", unanswered)
+    formers = {host: str(spark["former"]) for host, spark in sparks.items()}
+    # A Spark that served nothing, or of which nobody knows what, has nothing to come back to.
+    is_way_back = (
+        mode != "stopped"
+        and set(formers.values()) <= set(modes.UNITS)
+        and any(spark["former"] != spark["wish"] for spark in sparks.values())
+    )
+    # A third Spark beside a pair in tp mode has its copy.
+    name = "tp" if "tp" in formers.values() else "replica"
+    if is_way_back and come_back:
+        follows = f"Bringing back {name}."
+    else:
+        why = "as rollback is false" if is_way_back else "as there was no other mode that served"
+        follows = f"Nothing is brought back, {why}. {_try(mode)}"
+    return {
+        "causes": causes,
+        "former": formers if causes and is_way_back and come_back else {},
+        "name": name,
+        "message": _story([f"The switch to {mode} failed. {follows}"], causes) if causes else "",
+    }
+
+
+def switch_end(outcome: Mapping[str, Any], mode: str, sparks: Results, unanswered: Mapping[str, str]) -> str:
+    """The last word on a switch; empty when all is well.
+
+    ``outcome`` is what `switch_outcome` returned. ``sparks`` maps each Spark to ``returned``, as ``brought`` there, of the way
+    back; ``unanswered`` is as there, after the way back.
+    """
+    if not outcome["former"]:
+        return str(outcome["message"])
+    name = outcome["name"]
+    wrong = _wrong(sparks, "returned", unanswered)
+    if wrong:
+        lines = [
+            f"The switch to {mode} failed, and so did the way back to {name}. {_try(name)}",
+            "What stands where:",
+        ]
+        lines += [f"- {line}" for line in wrong]
+        lines += [
+            f"- {host}: {name} is back" for host, spark in sparks.items() if not _is_bad(spark["returned"])
+        ]
+    else:
+        lines = [f"The switch to {mode} failed. {name} serves again on {', '.join(sparks)}."]
+    return _story(lines, outcome["causes"])
+
+
+def rolling_problems(sparks: Results) -> list[str]:
+    """Why these Sparks (each with what serving_info returned) cannot be restarted one after the other; empty when they can."""
+    problems = []
+    for host, info in sparks.items():
+        wanted = info["wanted"]
+        if wanted == "tp":
+            problems.append(
+                f"{host} is half of a pair (mode tp), and a rank cannot rejoin a running pair: restarting one takes the other down, so "
+                "there is no restart one at a time. To restart both at once, with the model away until they are loaded: "
+                "ansible sparks --become -m twospark.serving.serving_mode -a 'mode=tp restart=true'"
+            )
+        elif wanted != "replica":
+            problems.append(
+                f"{host} is in mode {wanted}, not replica, so there is no copy to restart. Switch first: "
+                "ansible-playbook playbooks/switch_mode.yml -e mode=replica"
+            )
+        elif len(sparks) > 1 and "replica" not in info["active"]:
+            problems.append(
+                f"{host} does not serve its copy (its unit is {info['units']['replica']['active']}), so restarting another could leave "
+                f"nobody to serve. Mend it first: ansible-playbook playbooks/rolling_restart.yml --limit {host}"
+            )
+    return problems
+
+
+def _story(lines: list[str], causes: list[str]) -> str:
+    return "\n".join([*lines, "The cause:", *(f"- {cause}" for cause in causes)])
+
+
+def _wrong(sparks: Results, part: str, unanswered: Mapping[str, str]) -> list[str]:
+    wrong = [f"{host}: {_said(spark[part])}" for host, spark in sparks.items() if _is_bad(spark[part])]
+    return wrong + [f"{host}: {why}" for host, why in unanswered.items() if why]
+
+
+def _is_bad(result: Mapping[str, Any]) -> bool:
+    return bool(result.get("failed") or result.get("unreachable"))
+
+
+def _said(result: Mapping[str, Any]) -> str:
+    return (
+        f"not reached ({result.get('msg', 'no answer')})"
+        if result.get("unreachable")
+        else str(result.get("msg", "failed"))
+    )
+
+
+def _try(mode: str) -> str:
+    return (
+        f"Try: ansible-playbook playbooks/status.yml, mend what it names, then: "
+        f"ansible-playbook playbooks/switch_mode.yml -e mode={mode}"
+    )

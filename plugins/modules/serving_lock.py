@@ -1,0 +1,144 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: GPL-3.0-or-later
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: serving_lock
+short_description: Let only one run of a playbook change what a Spark serves
+version_added: 0.1.0
+description:
+  - Writes down on the Spark who changes what it serves, and refuses whoever else comes meanwhile, with the holder's name.
+  - The holder is the process that runs the playbook. When that has ended, the next run from the same machine takes the lock over
+    by itself. A run from another machine cannot see that and is refused; it may say O(break=true).
+  - A reboot of the Spark ends every claim on it.
+  - With several Sparks take the lock on the same one first in every run, so that of two runs at the same moment one gets it.
+options:
+  state:
+    description: V(held) takes it, V(free) gives it back if it is this run's.
+    type: str
+    choices: [held, free]
+    default: held
+  purpose:
+    description: What it is taken for, in a few words for whoever is refused meanwhile.
+    type: str
+    default: a change
+  break:
+    description: Take it from whoever has it. Only when that run is surely dead.
+    type: bool
+    default: false
+  holder:
+    description: Who takes it. Filled in by the action of the same name, which runs where the playbook does.
+    type: dict
+extends_documentation_fragment:
+  - twospark.serving.attributes
+attributes:
+  check_mode:
+    details: Takes nothing, and tells whether it would be refused.
+  diff_mode:
+    support: none
+seealso:
+  - module: twospark.serving.serving_mode
+author:
+  - The twospark.serving founders (@twospark)
+"""
+
+EXAMPLES = r"""
+- name: Let nobody else change what this Spark serves
+  twospark.serving.serving_lock:
+    purpose: switch to tp
+
+- name: Let others
+  twospark.serving.serving_lock:
+    state: free
+"""
+
+RETURN = r"""
+taken:
+  description: Whether it was taken or given back by this call, or would be in check mode.
+  returned: success
+  type: bool
+  sample: true
+former:
+  description: Who had it before, where that was another run.
+  returned: success
+  type: dict
+  sample: {user: anna, machine: laptop, pid: 4711, began: Mon Nov 30 08:00:00 2026, purpose: switch to tp, since: '2026-11-30 08:00:03Z'}
+"""
+
+import fcntl
+import json
+import os
+import time
+import typing as t
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.twospark.serving.plugins.module_utils._lock import Holder
+
+# Cleared by a reboot, after which nobody is at work here.
+PATH = "/run/vllm-switch.json"
+
+
+def held_by() -> Holder | None:
+    """Who has it; None when nobody has."""
+    try:
+        with open(PATH, encoding="utf-8") as file:
+            return Holder.of(json.load(file))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        # Half-written by a host that ran out of space or power: nobody's.
+        return None
+
+
+def hold(holder: Holder) -> None:
+    """Write down who has it, in one step."""
+    with open(f"{PATH}.new", "w", encoding="utf-8") as file:
+        json.dump(holder.told(), file)
+    os.replace(f"{PATH}.new", PATH)
+
+
+def main() -> None:
+    """Look who has it, take it or give it back."""
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["held", "free"], "default": "held"},
+            "purpose": {"type": "str", "default": "a change"},
+            "break": {"type": "bool", "default": False},
+            "holder": {"type": "dict"},
+        },
+        supports_check_mode=True,
+    )
+    since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+    asked: dict[str, t.Any] = {**(module.params["holder"] or {}), "since": since}
+    asked["purpose"] = module.params["purpose"]
+    try:
+        holder = Holder.of(asked)
+    except (KeyError, ValueError) as error:
+        module.fail_json(msg=f"holder lacks {error}; leave it out: the action of the same name fills it in.")
+    # Two runs that come at the same moment look one after the other.
+    with open(f"{PATH}.guard", "w", encoding="utf-8") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        former = held_by()
+        other = former if former and not former.same_run(holder) else None
+        if module.params["state"] == "free":
+            changed = former is not None and other is None
+            if changed and not module.check_mode:
+                os.unlink(PATH)
+        else:
+            if other and not module.params["break"]:
+                module.fail_json(
+                    msg=f"Another run changes what this Spark serves: {other}. Nothing was stopped. Wait until it is done. If it is "
+                    "surely dead, run this again with -e break_lock=true.",
+                    former=other.told(),
+                )
+            changed = former is None or other is not None
+            if changed and not module.check_mode:
+                hold(holder)
+    module.exit_json(changed=False, taken=changed, former=other.told() if other else {})
+
+
+if __name__ == "__main__":
+    main()
