@@ -159,13 +159,12 @@ def main() -> None:
                 begin = time.monotonic()
                 spark.do(step)
                 durations[action] = round(time.monotonic() - begin, 1)
-    if not module.check_mode:
-        if mode != "stopped" and module.params["wait"]:
-            begin = time.monotonic()
-            unit = spark.wait(mode, module.params["timeout"])
-            durations["ready"] = round(time.monotonic() - begin, 1)
-            if unit.active != "active":
-                fail(module, spark, mode, unit, result)
+    if not module.check_mode and mode != "stopped" and module.params["wait"]:
+        begin = time.monotonic()
+        unit = spark.wait(mode, module.params["timeout"])
+        durations["ready"] = round(time.monotonic() - begin, 1)
+        if unit.active != "active":
+            fail(module, spark, mode, unit, result)
     result["after"] = (
         result["before"] if module.check_mode else {name: unit.told() for name, unit in spark.units().items()}
     )
