@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,61 @@ def memory_problems(budget_gib: float, total_bytes: int) -> list[str]:
         return [
             f"the engine is given {budget_gib:g} GiB (vllm_gpu_memory_utilization of vllm_device_memory_gib), and this host has {total:.1f} GiB "
             "of memory in all. Lower the share."
+        ]
+    return []
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way to the peer's address on the direct link: what ``ip route get`` tells of it, the interface's MTU in bytes
+    (0 when unknown), and whether a small packet and one as large as the link takes came back."""
+
+    device: str
+    router: str = ""
+    source: str = ""
+    mtu: int = 0
+    answers: bool = True
+    answers_whole: bool = True
+
+
+def parse_route(text: str) -> Link | None:
+    """Read ``ip -json route get ADDRESS``; None when there is no way."""
+    try:
+        route = json.loads(text)[0]
+        return Link(str(route["dev"]), str(route.get("gateway", "")), str(route.get("prefsrc", "")))
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def payload(address: str, mtu: int) -> int:
+    """How much a ping to this address carries when its packet is as large as the link takes."""
+    return mtu - (48 if ":" in address else 28)
+
+
+def fabric_problems(pair: Mapping[str, Any], link: Link | None) -> list[str]:
+    """Why the ranks of a pair would not find each other on the direct link."""
+    peer = pair["peer"]
+    if link is None:
+        return [
+            f"there is no way to {peer} (fabric_address of the other Spark). Give this Spark an address in its network on the direct link."
+        ]
+    if link.router:
+        return [
+            f"the way to {peer} (fabric_address of the other Spark) leads over the router {link.router} ({link.device}), so it is not the "
+            "direct link. Give both Sparks an address in one network on that link."
+        ]
+    if pair["rank"] == 0 and link.source and link.source != pair["head"]:
+        return [
+            f"this Spark speaks to {peer} from {link.source} on {link.device}, and its fabric_address is {pair['head']}. Set "
+            "fabric_address to its address on the direct link, or mend the address."
+        ]
+    if not link.answers:
+        return [
+            f"{peer} (fabric_address of the other Spark) does not answer on {link.device}. Look at the cable and at `ip address` on both Sparks."
+        ]
+    if not link.answers_whole:
+        return [
+            f"{peer} answers on {link.device}, but not to packets of {link.mtu} bytes (the interface's MTU). Set the same MTU on both Sparks."
         ]
     return []
 

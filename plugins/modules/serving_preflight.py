@@ -10,7 +10,7 @@ short_description: Check that one Spark has everything its modes need
 version_added: 0.1.0
 description:
   - Looks for the model's folder, the image and its platform, flags that the image's engine does not know, ports that others
-    hold, and memory that the host does not have.
+    hold, and memory that the host does not have; with O(mode=tp) also for the direct link to the other Spark.
   - Reports everything that is wrong at once, and changes nothing on the host but a cache of the flags that an image knows.
   - Meant to run before anything is stopped.
 options:
@@ -52,8 +52,14 @@ problems:
   type: list
   elements: str
   sample: ["model folder /srv/models/x does not exist"]
+image_id:
+  description: The id of the image on this host; empty when it is not there.
+  returned: success
+  type: str
+  sample: sha256:5d0da3dc976460b72c77d94c8a1ad043720b0416bfc16c52c45d4847e53fadb6
 """
 
+import dataclasses
 import json
 import os
 import platform
@@ -76,13 +82,14 @@ class Preflight:
         self.config = config
         self.problems: list[str] = []
         self.docker = module.get_bin_path("docker")
+        self.image_id = ""
 
     def look(self) -> list[str]:
         """Everything that is wrong."""
         self.model()
-        image_id = self.image()
-        if image_id:
-            self.flags(image_id)
+        self.image_id = self.image()
+        if self.image_id:
+            self.flags(self.image_id)
         self.ports()
         self.memory()
         return self.problems
@@ -156,6 +163,30 @@ class Preflight:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.problems += preflight.memory_problems(self.config["memory"]["budget_gib"], total)
 
+    def fabric(self) -> None:
+        """The direct link to the other Spark; only what is about to start needs it."""
+        pair = self.config["pair"]
+        tools = {name: self.module.get_bin_path(name) for name in ("ip", "ping")}
+        missing = [name for name, path in tools.items() if not path]
+        if missing:
+            self.problems.append(
+                f"{' and '.join(missing)} is not on this host, so the direct link cannot be checked. Install the packages iproute2 and iputils-ping."
+            )
+            return
+        _status, out, _err = self.module.run_command([tools["ip"], "-json", "route", "get", pair["peer"]])
+        link = preflight.parse_route(out)
+        if link and not link.router:
+            mtu = int(_read(f"/sys/class/net/{link.device}/mtu") or 0)
+            ping = [tools["ping"], "-c", "2", "-i", "0.2", "-W", "1", "-M", "do"]
+            size = str(preflight.payload(pair["peer"], mtu))
+            link = dataclasses.replace(
+                link,
+                mtu=mtu,
+                answers=self.module.run_command([*ping, pair["peer"]])[0] == 0,
+                answers_whole=self.module.run_command([*ping, "-s", size, pair["peer"]])[0] == 0,
+            )
+        self.problems += preflight.fabric_problems(pair, link)
+
     def _ask_engine(self) -> list[str]:
         command = preflight.help_command(self.config["command"], self.config["image"])
         status, out, err = self.module.run_command([str(self.docker), *command[1:]])
@@ -207,15 +238,18 @@ def main() -> None:
             )
         configs = [t.cast("dict[str, t.Any]", installed)]
     # The modes share most of what they need: what is missing for both is said once.
-    problems = list(
-        dict.fromkeys(problem for config in configs for problem in Preflight(module, config).look())
-    )
+    looks = [Preflight(module, config) for config in configs]
+    problems = list(dict.fromkeys(problem for look in looks for problem in look.look()))
+    if mode == "tp":
+        looks[0].problems = []
+        looks[0].fabric()
+        problems += looks[0].problems
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         module.fail_json(
             msg=f"This Spark lacks what it needs. Nothing was stopped.\n{listed}", problems=problems
         )
-    module.exit_json(changed=False, problems=problems)
+    module.exit_json(changed=False, problems=problems, image_id=looks[0].image_id)
 
 
 if __name__ == "__main__":

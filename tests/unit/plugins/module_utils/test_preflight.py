@@ -144,3 +144,43 @@ def test_memory() -> None:
 )
 def test_wanted_ports(config: dict[str, object], ports: dict[str, int]) -> None:
     assert preflight.wanted_ports(config) == ports
+
+
+PAIR = {"rank": 0, "head": "192.0.2.1", "peer": "192.0.2.2"}
+ROUTE = '[{"dst":"192.0.2.2","dev":"enp1s0f1np1","prefsrc":"192.0.2.1","flags":[],"uid":0,"cache":[]}]'
+OVER_A_ROUTER = '[{"dst":"192.0.2.2","gateway":"10.0.0.1","dev":"eth0","prefsrc":"10.0.0.7","flags":[]}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        (ROUTE, preflight.Link("enp1s0f1np1", "", "192.0.2.1")),
+        (OVER_A_ROUTER, preflight.Link("eth0", "10.0.0.1", "10.0.0.7")),
+        ("", None),
+        ("[]", None),
+        ("[ { } ]", None),
+    ],
+)
+def test_reading_a_route(text: str, link: preflight.Link | None) -> None:
+    assert preflight.parse_route(text) == link
+
+
+@pytest.mark.parametrize(
+    ("rank", "link", "words"),
+    [
+        (0, preflight.Link("enp1", "", "192.0.2.1", 9000), ""),
+        (1, preflight.Link("enp1", "", "192.0.2.9", 9000), ""),
+        (0, None, "there is no way"),
+        (0, preflight.Link("eth0", "10.0.0.1", "10.0.0.7"), "over the router 10.0.0.1"),
+        (0, preflight.Link("enp2", "", "192.0.2.9", 9000), "from 192.0.2.9 on enp2"),
+        (0, preflight.Link("enp1", "", "192.0.2.1", 9000, answers=False), "does not answer on enp1"),
+        (0, preflight.Link("enp1", "", "192.0.2.1", 9000, answers_whole=False), "packets of 9000 bytes"),
+    ],
+)
+def test_the_direct_link(rank: int, link: preflight.Link | None, words: str) -> None:
+    problems = preflight.fabric_problems({**PAIR, "rank": rank}, link)
+    assert [words in problem for problem in problems] == ([True] if words else [])
+
+
+def test_the_largest_ping() -> None:
+    assert (preflight.payload("192.0.2.2", 9000), preflight.payload("2001:db8::2", 1500)) == (8972, 1452)
