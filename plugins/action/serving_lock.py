@@ -14,7 +14,7 @@ from ansible.plugins.action import ActionBase
 from ansible_collections.twospark.serving.plugins.module_utils._lock import Holder, began
 
 
-class ActionModule(ActionBase):
+class ActionModule(ActionBase):  # type: ignore[misc]  # ansible-core has no types
     """The part of serving_lock that runs where the playbook does."""
 
     _supports_check_mode = True
