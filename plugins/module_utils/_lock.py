@@ -7,10 +7,14 @@ A holder is the process that runs the playbook: when it is gone, so is its claim
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+# Cleared by a reboot, after which nobody is at work here.
+PATH = "/run/vllm-switch.json"
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,19 @@ def began(pid: int) -> str:
         env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
     )
     return " ".join(done.stdout.split())
+
+
+def held_by() -> Holder | None:
+    """Who changes what this host serves; None when nobody does."""
+    try:
+        with open(PATH, encoding="utf-8") as file:
+            return Holder.of(json.load(file))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def hold(holder: Holder) -> None:
+    """Write down who does, in one step."""
+    with open(f"{PATH}.new", "w", encoding="utf-8") as file:
+        json.dump(holder.told(), file)
+    os.replace(f"{PATH}.new", PATH)

@@ -47,9 +47,20 @@ def status_report(
             )
     lines, of_address = _virtual_address(held or {})
     return {
-        "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())]) + lines,
+        "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())])
+        + lines
+        + _under_way(sparks),
         "problems": problems + of_address,
     }
+
+
+def _under_way(sparks: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Who is changing what is served, each run once with the Sparks that it holds."""
+    runs: dict[str, list[str]] = {}
+    for host, info in sparks.items():
+        if who := info.get("changed_by"):
+            runs.setdefault(who, []).append(host)
+    return [f"{', '.join(hosts)} is being changed by {who}" for who, hosts in runs.items()]
 
 
 def _virtual_address(held: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:

@@ -64,6 +64,11 @@ last_starts:
   returned: success
   type: dict
   sample: {replica: 412.0, tp: null}
+changed_by:
+  description: Who is changing what this Spark serves, in words; empty when nobody is.
+  returned: success
+  type: str
+  sample: anna on laptop (process 4711, switch to tp, since 2026-11-30 08:00:03Z)
 agent:
   description: What the running agent says of its engine; none when no agent answers.
   returned: success
@@ -74,6 +79,7 @@ agent:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.twospark.serving.plugins.module_utils import _modes as modes
+from ansible_collections.twospark.serving.plugins.module_utils._lock import held_by
 from ansible_collections.twospark.serving.plugins.module_utils._spark import Spark
 
 
@@ -93,6 +99,7 @@ def main() -> None:
         active=modes.active_modes(units),
         units={mode: unit.told() for mode, unit in units.items()},
         last_starts={mode: spark.last_start(mode) for mode in modes.UNITS},
+        changed_by=str(held_by() or ""),
         agent=next((agent for agent in agents if agent), None),
     )
 

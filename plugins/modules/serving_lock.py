@@ -68,36 +68,13 @@ former:
 """
 
 import fcntl
-import json
 import os
 import time
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.twospark.serving.plugins.module_utils._lock import Holder
-
-# Cleared by a reboot, after which nobody is at work here.
-PATH = "/run/vllm-switch.json"
-
-
-def held_by() -> Holder | None:
-    """Who has it; None when nobody has."""
-    try:
-        with open(PATH, encoding="utf-8") as file:
-            return Holder.of(json.load(file))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        # Half-written by a host that ran out of space or power: nobody's.
-        return None
-
-
-def hold(holder: Holder) -> None:
-    """Write down who has it, in one step."""
-    with open(f"{PATH}.new", "w", encoding="utf-8") as file:
-        json.dump(holder.told(), file)
-    os.replace(f"{PATH}.new", PATH)
+from ansible_collections.twospark.serving.plugins.module_utils._lock import PATH, Holder, held_by, hold
 
 
 def main() -> None:

@@ -143,3 +143,13 @@ def test_the_gateways_address(held: dict[str, Any], line: str, problem: str) -> 
     assert len(report["table"]) >= 2 + bool(line)
     assert bool(report["problems"]) == bool(problem)
     assert problem in "\n".join(report["problems"])
+
+
+def test_a_switch_that_is_under_way_is_told() -> None:
+    who = "anna on laptop (process 4711, switch to tp, since 2026-11-30 08:00:03Z)"
+    sparks = {
+        "a": {**GOOD, "changed_by": who},
+        "b": {**GOOD, "changed_by": who},
+        "c": {**GOOD, "changed_by": ""},
+    }
+    assert status.status_report(sparks, {})["table"][-1] == f"a, b is being changed by {who}"
