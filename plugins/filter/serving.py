@@ -24,5 +24,6 @@ class FilterModule:
             "switch_announcement": _switch.switch_announcement,
             "switch_end": _switch.switch_end,
             "switch_outcome": _switch.switch_outcome,
+            "switch_report": _switch.switch_report,
             "wanted_mode": _plan.wanted_mode,
         }

@@ -97,6 +97,84 @@ def switch_end(outcome: Mapping[str, Any], mode: str, sparks: Results, unanswere
     return _story(lines, outcome["causes"])
 
 
+# What of a gateway's metrics tells how its clients fared, and what each is called in a report.
+COUNTERS = {
+    "gateway_held_requests_total": "held",
+    "gateway_hold_expired_total": "given up",
+    'haproxy_frontend_http_responses_total{proxy="gateway",code="2xx"}': "answered",
+    'haproxy_frontend_http_responses_total{proxy="gateway",code="5xx"}': "failed",
+}
+AWAY = "gateway_model_away_seconds_total{"
+
+
+def gateway_counters(text: str) -> dict[str, float]:
+    """Of a gateway's metrics, as its two pages tell them, what a report needs: each of COUNTERS by its name there, and
+    ``away``, the seconds that the model that was away longest had no live worker."""
+    found = dict.fromkeys([*COUNTERS.values(), "away"], 0.0)
+    for line in text.splitlines():
+        figure, _, value = line.rpartition(" ")
+        if figure in COUNTERS:
+            found[COUNTERS[figure]] = float(value)
+        elif figure.startswith(AWAY):
+            found["away"] = max(found["away"], float(value))
+    return found
+
+
+def switch_report(
+    mode: str, began: str, sparks: Results, before: Mapping[str, str], after: Mapping[str, str]
+) -> dict[str, Any]:
+    """How a switch went, in figures.
+
+    ``mode`` is what was asked for, ``began`` when it began. ``sparks`` maps each Spark to ``former``, ``wish``,
+    ``brought`` and ``durations`` (of serving_mode, in seconds). ``before`` and ``after`` map each gateway to its metrics
+    then; one whose metrics are missing is left out. A gateway that was reloaded meanwhile counts from there.
+
+    Returns ``record`` (for a file), and ``table`` (lines for people).
+    """
+    gateways = {}
+    for host, text in after.items():
+        if text:
+            former, now = gateway_counters(before.get(host, "")), gateway_counters(text)
+            gateways[host] = {
+                name: round(now[name] - former[name] if now[name] >= former[name] else now[name], 1)
+                for name in now
+            }
+    record = {
+        "began": began,
+        "mode": mode,
+        "succeeded": not any(_is_bad(spark["brought"]) for spark in sparks.values()),
+        "sparks": {
+            host: {
+                "from": spark["former"],
+                "to": spark["wish"],
+                "seconds": dict(spark.get("durations") or {}),
+            }
+            for host, spark in sparks.items()
+        },
+        "gateways": gateways,
+    }
+    rows = [("gateway", "model away", "held", "given up", "answered", "failed")]
+    rows += [
+        (
+            host,
+            f"{one['away']:.1f} s",
+            *(f"{one[name]:.0f}" for name in ("held", "given up", "answered", "failed")),
+        )
+        for host, one in gateways.items()
+    ]
+    steps = [("spark", "from", "to", "took")]
+    steps += [
+        (
+            host,
+            one["from"],
+            one["to"],
+            ", ".join(f"{what} {seconds:.1f} s" for what, seconds in one["seconds"].items()) or "-",
+        )
+        for host, one in record["sparks"].items()
+    ]
+    return {"record": record, "table": [*table(steps), "", *table(rows)]}
+
+
 def rolling_problems(sparks: Results) -> list[str]:
     """Why these Sparks (each with what serving_info returned) cannot be restarted one after the other; empty when they can."""
     problems = []

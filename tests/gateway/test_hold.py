@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.gateway.rig import Clients, Gateway, Worker, answers, haproxy_version, until
+from tests.gateway.rig import MODEL, Clients, Gateway, Worker, answers, haproxy_version, until
 
 HOLD = 4  # as the configuration `holding` has it
 
@@ -28,6 +28,10 @@ def test_the_first_answer_comes_at_once_when_a_worker_is_back(
     assert holding.figure("held_requests_total") == 1
     assert holding.figure("hold_expired_total") == 0
     assert 1 < holding.figure("held_seconds_total") < HOLD
+    away = holding.figure(f'model_away_seconds_total{{model="{MODEL}"}}')
+    assert 1 < away < HOLD
+    time.sleep(0.3)
+    assert holding.figure(f'model_away_seconds_total{{model="{MODEL}"}}') == away
     until(lambda: bool(holding.log))
     assert 1000 < int(holding.log[-1]["held_ms"]) < HOLD * 1000
 

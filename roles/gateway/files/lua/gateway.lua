@@ -487,7 +487,34 @@ for _, worker in ipairs(workers) do
     look_at(worker)
   end)
 end
+-- Of each announced model the time without a live worker.
+local away_ms, away_at = {}, nil
+for _, worker in ipairs(workers) do
+  for _, name in ipairs(worker.models) do
+    away_ms[name] = 0
+  end
+end
+
+local function count_away()
+  local now = now_ms()
+  local served = {}
+  for _, worker in ipairs(workers) do
+    if worker.state == "read" or worker.state == "failed" then
+      for name in pairs(worker.warm) do
+        served[name] = true
+      end
+    end
+  end
+  for name, sum in pairs(away_ms) do
+    if not served[name] then
+      away_ms[name] = sum + now - (away_at or now)
+    end
+  end
+  away_at = now
+end
+
 for_ever(DIVIDE_MS, function()
+  count_away()
   for _, worker in ipairs(workers) do
     divide(worker)
   end
@@ -706,7 +733,7 @@ end
 local function labelled(label, values)
   local found = {}
   for name, value in pairs(values) do
-    found[string.format('{%s="%s"}', label, name)] = value
+    found[string.format('{%s="%s"}', label, (name:gsub('[\\"]', "\\%0")))] = value
   end
   return found
 end
@@ -760,6 +787,17 @@ core.register_service("metrics", "http", function(applet)
     "counter",
     "Requests refused: broken JSON, no model named, a model that nobody has, or no live worker for it in time.",
     labelled("reason", by_refusal)
+  )
+  local away = {}
+  for name, sum in pairs(away_ms) do
+    away[name] = sum / 1000
+  end
+  family(
+    lines,
+    "model_away_seconds_total",
+    "counter",
+    "Time without a live worker that has the model, of the models that the inventory names.",
+    labelled("model", away)
   )
   family(lines, "models", "gauge", "Models listed.", size(entries))
   family(

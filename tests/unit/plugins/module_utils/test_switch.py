@@ -134,3 +134,52 @@ def test_what_is_in_the_way_of_a_rolling_restart(sparks: dict[str, Any], words: 
     problems = switch.rolling_problems(sparks)
     assert len(problems) == len(words)
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+METRICS = """\
+# TYPE gateway_held_requests_total counter
+gateway_held_requests_total {held}
+gateway_hold_expired_total 0
+gateway_model_away_seconds_total{{model="a"}} {away}
+gateway_model_away_seconds_total{{model="b"}} 0
+haproxy_frontend_http_responses_total{{proxy="gateway",code="2xx"}} {answered}
+haproxy_frontend_http_responses_total{{proxy="gateway",code="5xx"}} 1
+haproxy_frontend_http_responses_total{{proxy="metrics",code="5xx"}} 9
+"""
+
+
+def test_the_report() -> None:
+    sparks = pair(GOOD, GOOD, durations={"stop vllm-replica.service": 4.2, "ready": 312.0})
+    before = {
+        "gateway": METRICS.format(held=3, away=1.5, answered=1000),
+        "other": "",
+        "reloaded": METRICS.format(held=50, away=9, answered=9),
+    }
+    after = {
+        "gateway": METRICS.format(held=19, away=321.7, answered=1300),
+        "other": "",
+        "reloaded": METRICS.format(held=16, away=2, answered=5),
+    }
+    report = switch.switch_report("tp", "2026-11-30 08:00:03Z", sparks, before, after)
+    assert report["record"]["gateways"]["gateway"] == {
+        "held": 16,
+        "given up": 0,
+        "answered": 300,
+        "failed": 0,
+        "away": 320.2,
+    }
+    assert report["record"]["gateways"]["reloaded"]["held"] == 16
+    assert "other" not in report["record"]["gateways"]
+    assert report["record"]["sparks"]["a"] == {
+        "from": "replica",
+        "to": "tp",
+        "seconds": {"stop vllm-replica.service": 4.2, "ready": 312.0},
+    }
+    lines = [line.split() for line in report["table"] if line]
+    assert lines[1] == [
+        "a",
+        "replica",
+        "tp",
+        *["stop", "vllm-replica.service", "4.2", "s,", "ready", "312.0", "s"],
+    ]
+    assert lines[4] == ["gateway", "320.2", "s", "16", "0", "300", "0"]
