@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,14 +36,28 @@ def pair(sparks: Callable[[str], list[Spark]]) -> Iterator[list[Spark]]:
         spark.fault()
 
 
-def test_there_and_back(endpoint: Endpoint, figure: Figure) -> None:
+def test_there_and_back(endpoint: Endpoint, figure: Figure, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
     with Load(endpoint.url, clients=16) as load:
         for mode in ("tp", "replica"):
             began = time.monotonic()
-            status, said = play("switch_mode.yml", "-e", f"mode={mode}")
+            status, said = play("switch_mode.yml", "-e", f"mode={mode}", "-e", f"report={report}")
             assert status == 0, said
             assert f"to {mode}" in said
-            figure(f"to {mode} in {time.monotonic() - began:.1f} s")
+            record = json.loads(report.read_text())
+            assert (record["mode"], record["succeeded"], set(record["sparks"])) == (
+                mode,
+                True,
+                {"spark-a", "spark-b"},
+            )
+            clients = record["gateways"]["gateway"]
+            # Some of them wait for the new mode, and their requests are answered then.
+            assert clients["held"] > 0
+            assert (clients["given up"], clients["failed"]) == (0, 0)
+            assert 0 < clients["away"] < time.monotonic() - began
+            figure(
+                f"to {mode} in {time.monotonic() - began:.1f} s, the model was away for {clients['away']} s"
+            )
             time.sleep(2)
     figure(str(load))
     assert load.failed == 0, [reply for reply in load.replies if reply.kind != "whole"]
