@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from load import Load
+from load import RETRY, WHOLE, Load
 from playbook import ROOT, command, play
 from spark import Spark, until
 
@@ -99,6 +99,18 @@ def test_a_mode_that_cannot_start_gives_way_to_the_former(
             "enabled",
             "disabled",
         ]
+
+
+def test_who_shall_not_wait_is_told_when_to_come_again(
+    endpoint: Endpoint, pair: list[Spark], figure: Figure
+) -> None:
+    with Load(endpoint.url, clients=8) as load:
+        status, said = play("switch_mode.yml", "-e", "mode=tp", "-e", "hold=1")
+        assert status == 0, said
+    figure(str(load))
+    assert set(load.kinds) == {WHOLE, RETRY}
+    status, said = play("switch_mode.yml", "-e", "mode=replica")
+    assert status == 0, said
 
 
 def test_of_two_switches_at_the_same_moment_one_is_refused(pair: list[Spark]) -> None:
