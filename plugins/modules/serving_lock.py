@@ -67,6 +67,7 @@ former:
   sample: {user: anna, machine: laptop, pid: 4711, began: Mon Nov 30 08:00:00 2026, purpose: switch to tp, since: '2026-11-30 08:00:03Z'}
 """
 
+import contextlib
 import fcntl
 import os
 import time
@@ -95,25 +96,27 @@ def main() -> None:
         holder = Holder.of(asked)
     except (KeyError, ValueError) as error:
         module.fail_json(msg=f"holder lacks {error}; leave it out: the action of the same name fills it in.")
-    # Two runs that come at the same moment look one after the other.
-    with open(f"{PATH}.guard", "w", encoding="utf-8") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as guarded:
+        if not module.check_mode:
+            # Two runs that come at the same moment look one after the other.
+            guard = guarded.enter_context(open(f"{PATH}.guard", "w", encoding="utf-8"))
+            fcntl.flock(guard, fcntl.LOCK_EX)
         former = held_by()
         other = former if former and not former.same_run(holder) else None
-        if module.params["state"] == "free":
-            changed = former is not None and other is None
-            if changed and not module.check_mode:
-                os.unlink(PATH)
-        else:
-            if other and not module.params["break"]:
-                module.fail_json(
-                    msg=f"Another run changes what this Spark serves: {other}. Nothing was stopped. Wait until it is done. If it is "
-                    "surely dead, run this again with -e break_lock=true.",
-                    former=other.told(),
-                )
-            changed = former is None or other is not None
-            if changed and not module.check_mode:
+        changed = (
+            bool(other or not former) if module.params["state"] == "held" else bool(former and not other)
+        )
+        if other and module.params["state"] == "held" and not module.params["break"]:
+            module.fail_json(
+                msg=f"Another run changes what this Spark serves: {other}. Nothing was stopped. Wait until it is done. If it is "
+                "surely dead, run this again with -e break_lock=true.",
+                former=other.told(),
+            )
+        if changed and not module.check_mode:
+            if module.params["state"] == "held":
                 hold(holder)
+            else:
+                os.unlink(PATH)
     module.exit_json(changed=False, taken=changed, former=other.told() if other else {})
 
 
