@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COLUMNS = (
@@ -18,13 +18,14 @@ def status_report(
     sparks: Mapping[str, Mapping[str, Any]],
     gateways: Mapping[str, Mapping[str, Any]],
     held: Mapping[str, Mapping[str, Any]] | None = None,
+    switches: Iterable[str] = (),
 ) -> dict[str, list[str]]:
     """Make the table, and say what is not as wanted and what mends it.
 
     ``sparks`` maps each Spark to what serving_info returned (with ``unreachable`` true when it did not), ``gateways``
     each gateway to the answer to its health check (``status`` is the HTTP status, -1 when there was none), and ``held``
     each to what its host tells of the virtual address (``stdout`` of ``ip -json address show to ADDRESS``, none where
-    there is no such address).
+    there is no such address). ``switches`` are the last lines of each gateway's history of switches.
     Returns ``table`` and ``problems``, both lists of lines.
     """
     problems = [problem for host, info in sparks.items() for problem in _spark_problems(host, info)]
@@ -61,6 +62,27 @@ def _under_way(sparks: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if who := info.get("changed_by"):
             runs.setdefault(who, []).append(host)
     return [f"{', '.join(hosts)} is being changed by {who}" for who, hosts in runs.items()]
+
+
+def _last_switches(texts: Iterable[str]) -> list[str]:
+    """The last three switches; all gateways keep the same ones, but one that was away lacks some."""
+    records = {}
+    for line in "\n".join(texts).splitlines():
+        try:
+            record = json.loads(line)
+            records[record["began"]] = record
+        except (ValueError, LookupError, TypeError):
+            # Half a line of a gateway whose disk was full.
+            continue
+    rows = [("switch", "to", "went", "model away", "held", "failed")]
+    for began, record in sorted(records.items())[-3:]:
+        gateways = record["gateways"].values()
+        away = max((one["away"] for one in gateways), default=0)
+        counts = (f"{sum(one[name] for one in gateways):.0f}" for name in ("held", "failed"))
+        rows.append(
+            (began, record["mode"], "well" if record["succeeded"] else "back", f"{away:.0f} s", *counts)
+        )
+    return ["", *table(rows)] if len(rows) > 1 else []
 
 
 def _virtual_address(held: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -153,3 +154,25 @@ def test_a_switch_that_is_under_way_is_told() -> None:
         "c": {**GOOD, "changed_by": ""},
     }
     assert status.status_report(sparks, {})["table"][-1] == f"a, b is being changed by {who}"
+
+
+def test_the_last_switches_are_told() -> None:
+    def record(began: str, mode: str, succeeded: bool = True) -> str:
+        gateways = {"g": {"away": 321.7, "held": 16, "failed": 0, "answered": 3, "given up": 0}}
+        return json.dumps(
+            {"began": began, "mode": mode, "succeeded": succeeded, "sparks": {}, "gateways": gateways}
+        )
+
+    first = "\n".join(
+        [record("2026-11-30 08:00:03Z", "tp"), record("2026-11-30 09:00:03Z", "replica", False)]
+    )
+    second = "\n".join(
+        [record("2026-11-30 09:00:03Z", "replica", False), record("2026-11-30 10:00:03Z", "tp"), "{half"]
+    )
+    lines = status.status_report({"a": GOOD}, {}, {}, [first, second, ""])["table"]
+    assert [line.split()[2:5] for line in lines[-3:]] == [
+        ["tp", "well", "322"],
+        ["replica", "back", "322"],
+        ["tp", "well", "322"],
+    ]
+    assert status.status_report({"a": GOOD}, {})["table"][-1].startswith("a ")
