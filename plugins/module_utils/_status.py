@@ -50,7 +50,8 @@ def status_report(
     return {
         "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())])
         + lines
-        + _under_way(sparks),
+        + _under_way(sparks)
+        + _last_switches(switches),
         "problems": problems + of_address,
     }
 
