@@ -91,7 +91,7 @@ def test_a_mode_that_cannot_start_gives_way_to_the_former(
     figure(str(load))
     assert switch.returncode != 0
     assert "The switch to tp failed. replica serves again on spark-a, spark-b." in said, said[-3000:]
-    assert "vllm-tp.service has failed" in said.rpartition("The cause:")[2]
+    assert "vllm-tp.service failed" in said.rpartition("The cause:")[2]
     assert load.failed == 0, [reply for reply in load.replies if reply.kind != "whole"]
     for spark in pair:
         assert spark.serves
