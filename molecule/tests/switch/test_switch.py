@@ -64,6 +64,33 @@ def test_there_and_back(endpoint: Endpoint, figure: Figure, tmp_path: Path) -> N
     assert {reply.worker for reply in load.replies} == {"spark-a", "spark-b"}
 
 
+def test_all_that_is_missing_is_told_at_once_and_nothing_stopped(
+    endpoint: Endpoint, pair: list[Spark]
+) -> None:
+    engines = [spark.engine() for spark in pair]
+    pair[0].run(
+        "cp /etc/vllm/tp.json /root/ && sed --in-place s:/srv/models/simulated:/srv/models/gone: /etc/vllm/tp.json"
+    )
+    pair[1].run("ip link set eth1 down")
+    try:
+        with Load(endpoint.url, clients=4) as load:
+            status, said = play("switch_mode.yml", "-e", "mode=tp")
+    finally:
+        pair[0].run("mv /root/tp.json /etc/vllm/tp.json")
+        pair[1].run("ip link set eth1 up")
+    assert status != 0
+    for words in (
+        "model folder /srv/models/gone (vllm_model_path) does not exist",
+        "198.18.88.12 (fabric_address of the other Spark) does not answer on eth1",
+        "so it is not the direct link",
+        "Nothing was stopped.",
+    ):
+        assert words in said
+    assert load.failed == 0
+    assert [spark.engine() for spark in pair] == engines
+    assert play("preflight.yml", "-e", "mode=tp")[0] == 0
+
+
 def test_a_mode_that_cannot_start_gives_way_to_the_former(
     endpoint: Endpoint, pair: list[Spark], figure: Figure
 ) -> None:
