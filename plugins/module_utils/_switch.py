@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _modes as modes
@@ -139,7 +139,7 @@ def switch_report(
                 name: round(now[name] - former[name] if now[name] >= former[name] else now[name], 1)
                 for name in now
             }
-    record = {
+    record: dict[str, Any] = {
         "began": began,
         "mode": mode,
         "succeeded": not any(_is_bad(spark["brought"]) for spark in sparks.values()),
@@ -153,7 +153,7 @@ def switch_report(
         },
         "gateways": gateways,
     }
-    rows = [("gateway", "model away", "held", "given up", "answered", "failed")]
+    rows: list[Sequence[str]] = [("gateway", "model away", "held", "given up", "answered", "failed")]
     rows += [
         (
             host,
