@@ -11,7 +11,7 @@ from typing import Any
 
 from ansible.plugins.action import ActionBase
 
-from ansible_collections.twospark.serving.plugins.module_utils._lock import Holder, began
+from ansible_collections.twospark.serving.plugins.module_utils._lock import Holder, began, place
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]  # ansible-core has no types
@@ -24,13 +24,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]  # ansible-core has no typ
         super().run(tmp, task_vars)
         # A task runs in a child of the process that runs the playbook.
         pid = os.getppid()
-        here = platform.node()
-        holder = Holder(getpass.getuser(), here, pid, began(pid))
+        here = place()
+        holder = Holder(getpass.getuser(), platform.node(), here, pid, began(pid))
         arguments = {**self._task.args, "holder": holder.told()}
         result: dict[str, Any] = self._ask(arguments, task_vars)
         former = result.get("former")
         if result.get("failed") and former and Holder.of(former).is_gone(here):
-            result = self._ask({**arguments, "break": True}, task_vars)
+            # From that one only: of two runs that see this, the second finds the first.
+            result = self._ask({**arguments, "former": former}, task_vars)
         return result
 
     def _ask(self, arguments: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:

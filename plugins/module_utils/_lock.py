@@ -7,8 +7,10 @@ A holder is the process that runs the playbook: when it is gone, so is its claim
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,11 +21,12 @@ PATH = "/run/vllm-switch.json"
 
 @dataclass(frozen=True)
 class Holder:
-    """A run of a playbook. ``began`` is when its process began, as ps(1) tells it, since numbers of processes come again;
-    ``purpose`` is for people."""
+    """A run of a playbook. ``place`` tells machines (and containers on one) apart whatever they are called, and ``began`` when the
+    process began, since numbers of processes come again; ``user``, ``machine``, ``purpose`` and ``since`` are for people."""
 
     user: str
     machine: str
+    place: str
     pid: int
     began: str
     purpose: str = ""
@@ -33,7 +36,7 @@ class Holder:
     def of(cls, told: Mapping[str, object]) -> Holder:
         """From what `told` made; raises KeyError or ValueError where that is not it."""
         return cls(
-            **{name: str(told[name]) for name in ("user", "machine", "began", "purpose", "since")},
+            **{name: str(told[name]) for name in ("user", "machine", "place", "began", "purpose", "since")},
             pid=int(str(told["pid"])),
         )
 
@@ -43,24 +46,36 @@ class Holder:
 
     def same_run(self, other: Holder) -> bool:
         """Is it the same process?"""
-        return (self.machine, self.pid, self.began) == (other.machine, other.pid, other.began)
+        return (self.place, self.pid, self.began) == (other.place, other.pid, other.began)
 
     def is_gone(self, here: str) -> bool:
-        """Has its process ended? Told only on its own machine, which is ``here``; elsewhere it counts as there."""
-        return self.machine == here and began(self.pid) != self.began
+        """Has its process ended? Told only where it ran, which is ``here``; elsewhere it counts as there."""
+        return self.place == here and began(self.pid) != self.began
 
     def __str__(self) -> str:
         return f"{self.user} on {self.machine} (process {self.pid}, {self.purpose}, since {self.since})"
 
 
+def place() -> str:
+    """Where this process runs: the machine, and on Linux the container."""
+    parts = [platform.node()]
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            parts.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
 def began(pid: int) -> str:
-    """When a process of this machine began, as ps(1) tells it; empty when there is no such process."""
+    """When a process of this machine began; empty when there is no such process."""
+    if os.path.exists("/proc/self/stat"):
+        # In ticks since the boot: the wall clock may step.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[19]
+        return ""
     done = subprocess.run(
-        ["ps", "-o", "lstart=", "-p", str(pid)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
     return " ".join(done.stdout.split())
 

@@ -52,10 +52,11 @@ def switch_outcome(
     """
     causes = _wrong(sparks, "brought", unanswered)
     formers = {host: str(spark["former"]) for host, spark in sparks.items()}
-    # A Spark that served nothing, or of which nobody knows what, has nothing to come back to.
+    # A Spark that served nothing, or of which nobody knows what, has nothing to come back to; nor has half of a pair.
     is_way_back = (
         mode != "stopped"
         and set(formers.values()) <= set(modes.UNITS)
+        and list(formers.values()).count("tp") in (0, 2)
         and any(spark["former"] != spark["wish"] for spark in sparks.values())
     )
     # A third Spark beside a pair in tp mode has its copy.
@@ -108,41 +109,49 @@ AWAY = "gateway_model_away_seconds_total{"
 
 
 def gateway_counters(text: str) -> dict[str, float]:
-    """Of a gateway's metrics, as its two pages tell them, what a report needs: each of COUNTERS by its name there, and
-    ``away``, the seconds that the model that was away longest had no live worker."""
-    found = dict.fromkeys([*COUNTERS.values(), "away"], 0.0)
-    for line in text.splitlines():
-        figure, _, value = line.rpartition(" ")
-        if figure in COUNTERS:
-            found[COUNTERS[figure]] = float(value)
-        elif figure.startswith(AWAY):
-            found["away"] = max(found["away"], float(value))
-    return found
+    """Of a gateway's metrics, as its two pages tell them, what a report needs: by their names there, each of COUNTERS and
+    each model's seconds without a live worker."""
+    figures = (line.rpartition(" ") for line in text.splitlines())
+    return {
+        figure: float(value)
+        for figure, _space, value in figures
+        if figure in COUNTERS or figure.startswith(AWAY)
+    }
+
+
+def _fared(before: str, after: str) -> dict[str, float]:
+    """How a gateway's clients fared between two readings of its metrics; ``away`` is in seconds, of the model that was away longest."""
+    former, now = gateway_counters(before), gateway_counters(after)
+    # A gateway that was reloaded meanwhile counts from there.
+    grown = {
+        name: value - former.get(name, 0) if value >= former.get(name, 0) else value
+        for name, value in now.items()
+    }
+    away = max((value for name, value in grown.items() if name.startswith(AWAY)), default=0.0)
+    return {**{word: grown.get(name, 0.0) for name, word in COUNTERS.items()}, "away": round(away, 1)}
 
 
 def switch_report(
-    mode: str, began: str, sparks: Results, before: Mapping[str, str], after: Mapping[str, str]
+    mode: str,
+    began: str,
+    sparks: Results,
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    causes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """How a switch went, in figures.
 
     ``mode`` is what was asked for, ``began`` when it began. ``sparks`` maps each Spark to ``former``, ``wish``,
     ``brought`` and ``durations`` (of serving_mode, in seconds). ``before`` and ``after`` map each gateway to its metrics
-    then; one whose metrics are missing is left out. A gateway that was reloaded meanwhile counts from there.
+    then; one whose metrics are missing is left out. ``causes`` says why it failed, empty when it did not.
 
     Returns ``record`` (for a file), and ``table`` (lines for people).
     """
-    gateways = {}
-    for host, text in after.items():
-        if text:
-            former, now = gateway_counters(before.get(host, "")), gateway_counters(text)
-            gateways[host] = {
-                name: round(now[name] - former[name] if now[name] >= former[name] else now[name], 1)
-                for name in now
-            }
+    gateways = {host: _fared(before.get(host, ""), text) for host, text in after.items() if text}
     record: dict[str, Any] = {
         "began": began,
         "mode": mode,
-        "succeeded": not any(_is_bad(spark["brought"]) for spark in sparks.values()),
+        "succeeded": not causes,
         "sparks": {
             host: {
                 "from": spark["former"],

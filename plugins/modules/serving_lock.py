@@ -28,6 +28,9 @@ options:
     description: Take it from whoever has it. Only when that run is surely dead.
     type: bool
     default: false
+  former:
+    description: Take it from this holder, and from no other. Filled in by the action of the same name where that run has ended.
+    type: dict
   holder:
     description: Who takes it. Filled in by the action of the same name, which runs where the playbook does.
     type: dict
@@ -64,7 +67,7 @@ former:
   description: Who had it before, where that was another run.
   returned: success
   type: dict
-  sample: {user: anna, machine: laptop, pid: 4711, began: Mon Nov 30 08:00:00 2026, purpose: switch to tp, since: '2026-11-30 08:00:03Z'}
+  sample: {user: anna, machine: laptop, place: laptop 4f2a, pid: 4711, began: '823611', purpose: switch to tp, since: '2026-11-30 08:00:03Z'}
 """
 
 import contextlib
@@ -85,6 +88,7 @@ def main() -> None:
             "state": {"type": "str", "choices": ["held", "free"], "default": "held"},
             "purpose": {"type": "str", "default": "a change"},
             "break": {"type": "bool", "default": False},
+            "former": {"type": "dict"},
             "holder": {"type": "dict"},
         },
         supports_check_mode=True,
@@ -106,7 +110,8 @@ def main() -> None:
         changed = (
             bool(other or not former) if module.params["state"] == "held" else bool(former and not other)
         )
-        if other and module.params["state"] == "held" and not module.params["break"]:
+        may_take = module.params["break"] or (other and other.told() == module.params["former"])
+        if other and module.params["state"] == "held" and not may_take:
             module.fail_json(
                 msg=f"Another run changes what this Spark serves: {other}. Nothing was stopped. Wait until it is done. If it is "
                 "surely dead, run this again with -e break_lock=true.",

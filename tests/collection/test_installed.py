@@ -26,6 +26,7 @@ SHIPPED = {
     "LICENSE",
     "MANIFEST.json",
     "README.md",
+    "docs",
     "inventories",
     "meta",
     "playbooks",

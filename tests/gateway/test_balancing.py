@@ -39,7 +39,7 @@ def test_who_comes_back_takes_from_the_queue(
     waiting = clients.chats(40, hold=True)
     until(lambda: spark_a.in_flight == 12 and gateway.waiting() == 28)
     spark_b.health = 200
-    until(lambda: spark_b.in_flight == 12 and gateway.waiting() == 16, 3)
+    until(lambda: spark_b.in_flight == 12 and gateway.waiting() == 16)
     spark_a.release(40)
     spark_b.release(40)
     assert [answer.status for answer in answers(waiting)] == [200] * 40

@@ -13,29 +13,39 @@ import pytest
 from ansible_collections.twospark.serving.plugins.module_utils import _lock as lock
 
 HERE = lock.Holder(
-    "anna", "laptop", os.getpid(), lock.began(os.getpid()), "switch to tp", "2026-11-30 08:00:03Z"
+    "anna",
+    "laptop",
+    "laptop 4f2a",
+    os.getpid(),
+    lock.began(os.getpid()),
+    "switch to tp",
+    "2026-11-30 08:00:03Z",
 )
 
 
 def test_a_run_that_is_there() -> None:
     assert HERE.began
-    assert not HERE.is_gone("laptop")
+    assert not HERE.is_gone("laptop 4f2a")
 
 
 def test_a_run_that_has_ended() -> None:
     process = subprocess.Popen(["sleep", "60"])
-    ended = lock.Holder("anna", "laptop", process.pid, lock.began(process.pid))
-    assert not ended.is_gone("laptop")
+    ended = lock.Holder("anna", "laptop", "laptop 4f2a", process.pid, lock.began(process.pid))
+    assert not ended.is_gone("laptop 4f2a")
     process.kill()
     process.wait()
-    assert ended.is_gone("laptop")
+    assert ended.is_gone("laptop 4f2a")
     # Elsewhere nobody can see that.
-    assert not ended.is_gone("desktop")
+    assert not ended.is_gone("laptop 77c1")
+
+
+def test_the_place_is_told_and_stays() -> None:
+    assert lock.place() == lock.place() != ""
 
 
 def test_another_process_with_the_same_number_is_not_it() -> None:
-    former = lock.Holder("anna", "laptop", os.getpid(), "Mon Nov 30 08:00:00 2020")
-    assert former.is_gone("laptop")
+    former = lock.Holder("anna", "laptop", "laptop 4f2a", os.getpid(), "Mon Nov 30 08:00:00 2020")
+    assert former.is_gone("laptop 4f2a")
     assert not former.same_run(HERE)
 
 

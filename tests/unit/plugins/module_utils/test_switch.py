@@ -37,6 +37,16 @@ def pair(
         (pair(GOOD, BAD, "stopped"), ANSWERS, ["b: vllm-tp"], False),
         (pair(GOOD, BAD, "both"), ANSWERS, ["b: vllm-tp"], False),
         (pair(GOOD, BAD, "tp"), ANSWERS, ["b: vllm-tp"], False),
+        # The rest of a switch that was killed: nobody comes back to half of a pair.
+        (
+            {
+                "a": {"former": "tp", "wish": "tp", "brought": GOOD},
+                "b": {"former": "replica", "wish": "tp", "brought": BAD},
+            },
+            ANSWERS,
+            ["b: vllm-tp"],
+            False,
+        ),
     ],
 )
 def test_what_went_wrong_and_what_follows(
@@ -141,7 +151,7 @@ METRICS = """\
 gateway_held_requests_total {held}
 gateway_hold_expired_total 0
 gateway_model_away_seconds_total{{model="a"}} {away}
-gateway_model_away_seconds_total{{model="b"}} 0
+gateway_model_away_seconds_total{{model="b"}} 90000
 haproxy_frontend_http_responses_total{{proxy="gateway",code="2xx"}} {answered}
 haproxy_frontend_http_responses_total{{proxy="gateway",code="5xx"}} 1
 haproxy_frontend_http_responses_total{{proxy="metrics",code="5xx"}} 9
@@ -169,6 +179,8 @@ def test_the_report() -> None:
         "away": 320.2,
     }
     assert report["record"]["gateways"]["reloaded"]["held"] == 16
+    assert report["record"]["succeeded"]
+    assert not switch.switch_report("tp", "", sparks, before, after, ["why"])["record"]["succeeded"]
     assert "other" not in report["record"]["gateways"]
     assert report["record"]["sparks"]["a"] == {
         "from": "replica",
