@@ -38,3 +38,15 @@ def play(
         check=False,
     )
     return done.returncode, " ".join(done.stdout.split())
+
+
+def start(playbook: str, *arguments: str) -> subprocess.Popen[str]:
+    """Begin to run a playbook, in a session of its own; what it prints is to be read from there."""
+    return subprocess.Popen(
+        command(playbook, *arguments),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )

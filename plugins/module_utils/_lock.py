@@ -8,11 +8,12 @@ A holder is the process that runs the playbook: when it is gone, so is its claim
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 # Cleared by a reboot, after which nobody is at work here.
@@ -78,6 +79,17 @@ def began(pid: int) -> str:
         ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
     return " ".join(done.stdout.split())
+
+
+@contextlib.contextmanager
+def alone(path: str, pretend: bool) -> Iterator[None]:
+    """Wait until no other process of this host is between the same marks; to ``pretend`` leaves no file and waits for nobody."""
+    if pretend:
+        yield
+        return
+    with open(path, "w", encoding="utf-8") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
 
 
 def held_by() -> Holder | None:

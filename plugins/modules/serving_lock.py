@@ -70,15 +70,13 @@ former:
   sample: {user: anna, machine: laptop, place: laptop 4f2a, pid: 4711, began: '823611', purpose: switch to tp, since: '2026-11-30 08:00:03Z'}
 """
 
-import contextlib
-import fcntl
 import os
 import time
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.twospark.serving.plugins.module_utils._lock import PATH, Holder, held_by, hold
+from ansible_collections.twospark.serving.plugins.module_utils._lock import PATH, Holder, alone, held_by, hold
 
 
 def main() -> None:
@@ -100,11 +98,8 @@ def main() -> None:
         holder = Holder.of(asked)
     except (KeyError, ValueError) as error:
         module.fail_json(msg=f"holder lacks {error}; leave it out: the action of the same name fills it in.")
-    with contextlib.ExitStack() as guarded:
-        if not module.check_mode:
-            # Two runs that come at the same moment look one after the other.
-            guard = guarded.enter_context(open(f"{PATH}.guard", "w", encoding="utf-8"))
-            fcntl.flock(guard, fcntl.LOCK_EX)
+    # Two runs that come at the same moment look one after the other.
+    with alone(f"{PATH}.guard", pretend=module.check_mode):
         former = held_by()
         other = former if former and not former.same_run(holder) else None
         changed = (

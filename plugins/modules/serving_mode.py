@@ -99,28 +99,17 @@ durations:
   sample: {stop vllm-replica.service: 4.2, ready: 312.0}
 """
 
-import contextlib
-import fcntl
 import time
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.twospark.serving.plugins.module_utils import _modes as modes
+from ansible_collections.twospark.serving.plugins.module_utils._lock import alone
 from ansible_collections.twospark.serving.plugins.module_utils._spark import Spark
 
+# One run of this module may outlive the playbook that called it; the next waits until its steps are done.
 GUARD = "/run/vllm-mode.guard"
-
-
-@contextlib.contextmanager
-def alone(module: AnsibleModule) -> t.Iterator[None]:
-    """Wait until no other run of this module is at work on this host: one may outlive the playbook that called it."""
-    if module.check_mode:
-        yield
-        return
-    with open(GUARD, "w", encoding="utf-8") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        yield
 
 
 def main() -> None:
@@ -138,7 +127,7 @@ def main() -> None:
     mode: str = module.params["mode"]
     spark = Spark(module)
     durations: dict[str, float] = {}
-    with alone(module):
+    with alone(GUARD, pretend=module.check_mode):
         before = spark.units()
         # On a bare host check mode runs before the units are there; the run itself would have installed them.
         if mode != "stopped" and not before[mode].installed and not module.check_mode:

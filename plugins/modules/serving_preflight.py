@@ -84,14 +84,16 @@ class Preflight:
         self.docker = module.get_bin_path("docker")
         self.image_id = ""
 
-    def look(self) -> list[str]:
-        """Everything that is wrong."""
+    def look(self, fabric: bool) -> list[str]:
+        """Everything that is wrong; ``fabric`` says whether the direct link is looked at, too."""
         self.model()
         self.image_id = self.image()
         if self.image_id:
             self.flags(self.image_id)
         self.ports()
         self.memory()
+        if fabric:
+            self.fabric()
         return self.problems
 
     def model(self) -> None:
@@ -239,11 +241,7 @@ def main() -> None:
         configs = [t.cast("dict[str, t.Any]", installed)]
     # The modes share most of what they need: what is missing for both is said once.
     looks = [Preflight(module, config) for config in configs]
-    problems = list(dict.fromkeys(problem for look in looks for problem in look.look()))
-    if mode == "tp":
-        looks[0].problems = []
-        looks[0].fabric()
-        problems += looks[0].problems
+    problems = list(dict.fromkeys(problem for look in looks for problem in look.look(fabric=mode == "tp")))
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         module.fail_json(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from load import RETRY, WHOLE, Load
-from playbook import ROOT, command, play
+from playbook import play, start
 from spark import Spark, until
 
 if TYPE_CHECKING:
@@ -97,13 +96,7 @@ def test_a_mode_that_cannot_start_gives_way_to_the_former(
     pair[1].fault("crash-while-loading")
     with Load(endpoint.url, clients=4) as load:
         # The fault is for the rank: what comes back after it finds none.
-        switch = subprocess.Popen(
-            command("switch_mode.yml", "-e", "mode=tp"),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        switch = start("switch_mode.yml", "-e", "mode=tp")
         until(lambda: "loading" in pair[1].show("StatusText", "tp"), 90, "the rank loads")
         until(
             lambda: (
@@ -141,16 +134,7 @@ def test_who_shall_not_wait_is_told_when_to_come_again(
 
 
 def test_of_two_switches_at_the_same_moment_one_is_refused(pair: list[Spark]) -> None:
-    runs = {
-        mode: subprocess.Popen(
-            command("switch_mode.yml", "-e", f"mode={mode}"),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for mode in ("tp", "stopped")
-    }
+    runs = {mode: start("switch_mode.yml", "-e", f"mode={mode}") for mode in ("tp", "stopped")}
     said = {mode: " ".join(run.communicate(timeout=300)[0].split()) for mode, run in runs.items()}
     failed = [mode for mode, run in runs.items() if run.returncode != 0]
     assert len(failed) == 1, said
@@ -168,14 +152,7 @@ def test_of_two_switches_at_the_same_moment_one_is_refused(pair: list[Spark]) ->
 
 
 def test_a_switch_that_is_killed_is_made_good_by_the_same_command(pair: list[Spark]) -> None:
-    run = subprocess.Popen(
-        command("switch_mode.yml", "-e", "mode=tp"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    run = start("switch_mode.yml", "-e", "mode=tp")
     assert run.stdout
     for line in run.stdout:
         if line.startswith("TASK") and "Bring the Spark to the mode" in line:
