@@ -50,26 +50,27 @@ class Spark:
         return str(out)
 
     def do(self, step: modes.Step) -> None:
-        """Carry out one step. A start is only asked for, not waited for; a stop returns when the unit has stopped."""
+        """Carry out one step. Starts and stops are only asked for: systemd carries out what is queued, in the order that the
+        units demand, whatever becomes of us."""
         if step.verb == "daemon-reload":
             self.systemctl("daemon-reload")
         elif step.verb in ("enable", "disable"):
             # On the files only: asked through the manager, both reload systemd, and since systemd 254 --no-reload
             # leaves every unit marked as in need of a reload.
             self.systemctl("--root=/", step.verb, modes.UNITS[step.mode])
-        elif step.verb in ("start", "restart"):
-            self.systemctl("--no-block", step.verb, modes.UNITS[step.mode])
-        else:
+        elif step.verb == "reset-failed":
             self.systemctl(step.verb, modes.UNITS[step.mode])
+        else:
+            self.systemctl("--no-block", step.verb, modes.UNITS[step.mode])
 
-    def wait(self, mode: str, seconds: float) -> modes.Unit:
-        """Wait until the unit is active, has failed, or the time is over, and return it as it then stands."""
+    def wait(self, mode: str, seconds: float, phase: str) -> tuple[dict[str, modes.Unit], modes.Progress]:
+        """Wait while the Spark is on its way to the mode and in this phase, for so long at most; return where it then stands."""
         end = time.monotonic() + seconds
         while True:
-            unit = self.units()[mode]
-            settled = unit.active == "active" and not unit.job
-            if settled or unit.down or (unit.stopped and not unit.job) or time.monotonic() > end:
-                return unit
+            units = self.units()
+            progress = modes.progress(units, mode)
+            if progress.settled or progress.phase != phase or time.monotonic() > end:
+                return units, progress
             time.sleep(1)
 
     def last_lines(self, mode: str) -> str:
