@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 from ansible.module_utils.urls import open_url
 
 from . import _modes as modes
+from . import _preflight as preflight
 
 if t.TYPE_CHECKING:
     from ansible.module_utils.basic import AnsibleModule
@@ -113,6 +114,33 @@ class Spark:
         except (OSError, ValueError, KeyError, HTTPError):
             return None
 
+    def containers(self) -> list[dict[str, t.Any]]:
+        """The running containers, as Docker tells them; none without Docker."""
+        docker = self._module.get_bin_path("docker")
+        if not docker:
+            return []
+        _status, out, _err = self._module.run_command([docker, "ps", "--quiet", "--no-trunc"])
+        if not out.split():
+            return []
+        # One that has ended meanwhile is told on the error output, and the rest all the same.
+        _status, out, _err = self._module.run_command([docker, "inspect", *out.split()])
+        return t.cast("list[dict[str, t.Any]]", json.loads(out or "[]"))
+
+    def port_problems(self, config: t.Mapping[str, t.Any]) -> list[str]:
+        """Ports of this agent's configuration that somebody else holds."""
+        socket_statistics = self._module.get_bin_path("ss")
+        if not socket_statistics:
+            return []
+        _status, out, _err = self._module.run_command([socket_statistics, "-Hltnp"])
+        wanted = preflight.wanted_ports(config)
+        listeners = [
+            preflight.Listener(port, pid, name, read(f"/proc/{pid}/cgroup"))
+            for port, pid, name in preflight.parse_listeners(out)
+            if port in wanted.values()
+        ]
+        names = {one["Id"]: one["Name"].lstrip("/") for one in self.containers()} if listeners else {}
+        return preflight.port_problems(wanted, listeners, names)
+
     def _enabled(self, name: str) -> str:
         return self.systemctl("is-enabled", name, check=False).strip()
 
@@ -132,3 +160,12 @@ class Spark:
             environ_update={"PYTHONPATH": AGENT_DIRECTORY, "PYTHONDONTWRITEBYTECODE": "1"},
         )
         return None if status or agent is None else agent.get("settings_digest") != out.strip()
+
+
+def read(path: str) -> str:
+    """What is in a file; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
