@@ -179,7 +179,7 @@ def test_of_two_switches_at_the_same_moment_one_is_refused(pair: list[Spark]) ->
     assert re.search(
         rf"Another run changes what this Spark serves: \S+ on \S+ \(process \d+, switch to {won}",
         said[failed[0]],
-    )
+    ), said[failed[0]]
     for spark in pair:
         assert spark.run("systemctl is-enabled vllm-replica vllm-tp || true").split().count("enabled") == (
             won == "tp"
