@@ -14,7 +14,7 @@ from ansible.utils.display import Display
 from ansible_collections.twospark.serving.plugins.module_utils._modes import ARGUMENTS, Watch
 
 LOOK_SECONDS = 10
-PATIENCE_SECONDS = 60  # with a Spark that is not reached; a start takes minutes, and the network may blink
+PATIENCE_SECONDS = 30  # with a Spark that is not reached; a start takes minutes, and the network may blink
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]  # ansible-core has no types

@@ -29,7 +29,7 @@ options:
     description:
       - Wait until the other unit has stopped and the wished one is active, which it is when the engine has answered a real
         completion. Meanwhile the phase of each Spark is shown whenever it changes, and now and then how far it is.
-      - A Spark that is not reached for a minute meanwhile is asked again.
+      - A Spark that is not reached meanwhile is asked again for half a minute.
     type: bool
     default: true
   timeout:
