@@ -17,15 +17,13 @@ TITLES = {OURS: "ours", NGINX: f"nginx, {SETTINGS.nginx_server}"}
 
 def tables(result: dict[str, Any]) -> str:
     """All that a run has measured, in Markdown that can be read as it is."""
-    parts = []
-    if result["away"]:
-        parts += [_conditions(result), _summary(result["away"]), _rounds(result["away"])]
-    return "\n\n".join(parts)
-
-
-def _conditions(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{conditions(result)}\n- Versions: {versions}"
+    parts = [f"{conditions(result)}\n- Versions: {versions}"]
+    if "away" in result:
+        parts += [_summary(result["away"]), _rounds(result["away"])]
+    if "switches" in result:
+        parts.append(_switches(result["switches"]))
+    return "\n\n".join(parts)
 
 
 def _by_gateway(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -86,5 +84,30 @@ def _rounds(records: Sequence[Record]) -> str:
                     for record in some
                 ),
             ]
+        )
+    return table(rows)
+
+
+def _switches(records: Sequence[Record]) -> str:
+    names = {
+        "away_seconds": "model away, s",
+        "stop_seconds": "of that: drain and stop",
+        "engine_seconds": "the engine's start",
+        "rest_seconds": "the rest",
+        "overhead_seconds": "away beyond the engine's start, s",
+        "run_seconds": "the whole run, s",
+        "around_seconds": "of that: before and after",
+    }
+
+    def text(values: Sequence[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        return short(statistics.median(known)) if known else "-"
+
+    rows = [["switch to", *names.values()]]
+    rows += [[record["mode"], *(text([record[name]]) for name in names)] for record in records]
+    for mode in sorted({record["mode"] for record in records}):
+        some = [record for record in records if record["mode"] == mode]
+        rows.append(
+            [f"{mode}, median of {len(some)}", *(text([record[name] for record in some]) for name in names)]
         )
     return table(rows)

@@ -93,10 +93,12 @@ actions:
   elements: str
   sample: [enable vllm-tp.service, disable vllm-replica.service, stop vllm-replica.service, start vllm-tp.service]
 durations:
-  description: Seconds that each action took; C(ready) is the wait from the start to the first real completion.
+  description:
+    - Seconds that each action took; C(ready) is the wait from the start to the first real completion.
+    - C(engine) is what the engine itself took of that, from the start of its container.
   returned: when something was done
   type: dict
-  sample: {stop vllm-replica.service: 4.2, ready: 312.0}
+  sample: {stop vllm-replica.service: 4.2, ready: 312.0, engine: 305.4}
 """
 
 import time
@@ -154,6 +156,9 @@ def main() -> None:
         durations["ready"] = round(time.monotonic() - begin, 1)
         if unit.active != "active":
             fail(module, spark, mode, unit, result)
+        engine = spark.last_start(mode)
+        if engine is not None and any(step.verb in ("start", "restart") for step in change.steps):
+            durations["engine"] = engine
     result["after"] = (
         result["before"] if module.check_mode else {name: unit.told() for name, unit in spark.units().items()}
     )

@@ -6,8 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gateway.gateways import OURS
 from benchmarks.switch.absence import absences
+from benchmarks.switch.reports import parts
 from benchmarks.switch.tables import tables
 from tests.gateway.test_benchmark import row
 
@@ -44,7 +47,6 @@ def result(**measured: Any) -> dict[str, Any]:
         "quick": True,
         "seconds": 1,
         "versions": {"ours": "1"},
-        "away": [],
         **measured,
     }
 
@@ -77,3 +79,38 @@ def test_requests_wait_for_copies_that_are_away(tmp_path: Path) -> None:
     assert seen["longest_wait_seconds"] > 1
     assert seen["sent_during"] > 15
     assert (seen["failed_during"], seen["failed_after"]) == (0, 0)
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    def spark(stop: float, engine: float) -> dict[str, Any]:
+        steps = {"enable vllm-tp.service": 0.1, "stop vllm-replica.service": stop}
+        return {"seconds": {**steps, "start vllm-tp.service": 0, "ready": engine + 2, "engine": engine}}
+
+    gateways = {"one": {"away": 319.5}, "other": {"away": 320.0}}
+    sparks = {"a": spark(4, 305), "b": spark(6, 309)}
+    whole = {"began": "then", "mode": "tp", "succeeded": True, "sparks": sparks, "gateways": gateways}
+    return {**whole, **changes}
+
+
+def test_the_time_without_the_model_is_taken_apart() -> None:
+    told = parts(report(), run=350)
+    assert told == {
+        "mode": "tp",
+        "away_seconds": 320,
+        "stop_seconds": 6,
+        "engine_seconds": 305,
+        "rest_seconds": 9,
+        "overhead_seconds": 15,
+        "run_seconds": 350,
+        "around_seconds": 30,
+    }
+    text = tables(result(switches=[told, parts(report())]))
+    assert row(text, "tp, median of 2")[1:] == ["320", "6", "305", "9", "15", "350", "30"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"succeeded": False}, {"gateways": {}}, {"sparks": {"a": {"seconds": {}}}}]
+)
+def test_what_tells_nothing_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="then"):
+        parts(report(**changes))
