@@ -26,7 +26,7 @@ COPIES = 2
 APART = 5
 # Seconds that the copies are away. What nginx makes of it depends on where in its 30 seconds the first one comes back.
 QUICK = (2.0, 17.0)
-FULL = (31.0, 36.0, 41.0, 46.0, 51.0, 56.0)
+FULL = (32.0, 37.0, 42.0, 47.0, 52.0, 57.0)
 
 
 def absences(
