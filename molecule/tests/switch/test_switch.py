@@ -49,6 +49,8 @@ def test_there_and_back(endpoint: Endpoint, figure: Figure, tmp_path: Path) -> N
                 True,
                 {"spark-a", "spark-b"},
             )
+            for spark in record["sparks"].values():
+                assert 0 < spark["seconds"]["engine"] <= spark["seconds"]["ready"]
             clients = record["gateways"]["gateway"]
             # Some of them wait for the new mode, and their requests are answered then.
             assert clients["held"] > 0
