@@ -24,9 +24,10 @@ SETTINGS = Settings(
 COPIES = 2
 # The second copy comes so much later than the first one, in seconds.
 APART = 5
-# Seconds that the copies are away. What nginx makes of it depends on where in its 30 seconds the first one comes back.
+# Seconds that the copies are away. What nginx makes of it depends on where in its 30 seconds the first one comes back:
+# first of FULL right after nginx has looked for it in vain, then 5 s later each time.
 QUICK = (2.0, 17.0)
-FULL = (32.0, 37.0, 42.0, 47.0, 52.0, 57.0)
+FULL = (33.0, 38.0, 43.0, 48.0, 53.0, 58.0)
 
 
 def absences(
