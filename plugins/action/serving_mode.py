@@ -49,7 +49,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]  # ansible-core has no typ
                 break
         told = {"after": seen["units"], "durations": watch.durations, "reached": seen["reached"]}
         if seen["reached"]:
-            return told
+            return {**told, "engine_seconds": seen["engine_seconds"]}
         late = "" if seen["settled"] else f"Waited for {timeout:.0f} s. "
         return {**told, "failed": True, "msg": late + seen["cause"]}
 

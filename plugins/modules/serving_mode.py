@@ -107,6 +107,11 @@ durations:
   returned: when it was waited for
   type: dict
   sample: {draining: 4.2, stopping: 1.0, loading: 310.6, verifying: 0.8}
+engine_seconds:
+  description: What the engine took from the start of its container to its first real completion; none in mode V(stopped).
+  returned: when it was waited for and the mode was reached
+  type: float
+  sample: 305.4
 """
 
 import typing as t

@@ -72,6 +72,11 @@ units:
   type: dict
   sample: {tp: {active: activating, enabled: true, installed: true, restarts: 0, result: success, stale: null,
     since: 'Mon 2026-11-30 08:05:00 UTC', status: 'loading: weights 40%, 31 s of usually 312 s', sub: start}}
+engine_seconds:
+  description: What the wished mode's last start took, from the start of the engine's container to its first real completion.
+  returned: success
+  type: float
+  sample: 305.4
 cause:
   description: Why the mode is not reached, with the unit's last lines and what to do; empty when it is.
   returned: success
@@ -104,6 +109,7 @@ def main() -> None:
         changed=False,
         **dataclasses.asdict(progress),
         units={name: unit.told() for name, unit in units.items()},
+        engine_seconds=spark.last_start(mode),
         cause="" if progress.reached else modes.unreached(units, mode, spark.last_lines),
     )
 

@@ -51,6 +51,9 @@ def test_there_and_back(endpoint: Endpoint, figure: Figure, tmp_path: Path) -> N
                 True,
                 {"spark-a", "spark-b"},
             )
+            for spark in record["sparks"].values():
+                assert spark["seconds"]["draining"] > 0
+                assert 0 < spark["engine"] < sum(spark["seconds"].values())
             clients = record["gateways"]["gateway"]
             # Some of them wait for the new mode, and their requests are answered then.
             assert clients["held"] > 0

@@ -159,7 +159,7 @@ haproxy_frontend_http_responses_total{{proxy="metrics",code="5xx"}} 9
 
 
 def test_the_report() -> None:
-    sparks = pair(GOOD, GOOD, durations={"draining": 4.2, "loading": 312.0})
+    sparks = pair(GOOD, GOOD, durations={"draining": 4.2, "loading": 312.0}, engine=305.4)
     before = {
         "gateway": METRICS.format(held=3, away=1.5, answered=1000),
         "other": "",
@@ -186,6 +186,7 @@ def test_the_report() -> None:
         "from": "replica",
         "to": "tp",
         "seconds": {"draining": 4.2, "loading": 312.0},
+        "engine": 305.4,
     }
     lines = [line.split() for line in report["table"] if line]
     assert lines[1] == [
