@@ -30,7 +30,8 @@ TABLE: dict[str, tuple[str, object, int]] = {
     "wrong method": (CHAT, None, 405),
     "chat": (CHAT, {**SHORT, "messages": HELLO}, 200),
     "chat without a model": (CHAT, {"messages": HELLO, "max_tokens": 1}, 200),
-    "chat, two choices": (CHAT, {**SHORT, "messages": HELLO, "n": 2}, 200),
+    "chat, two choices": (CHAT, {**SHORT, "messages": HELLO, "n": 2, "temperature": 1}, 200),
+    "chat, two greedy choices": (CHAT, {**SHORT, "messages": HELLO, "n": 2}, 400),
     "chat in parts": (CHAT, {**SHORT, "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, 200),
     "chat stream": (CHAT, {**SHORT, "messages": HELLO, "stream": True}, 200),
     "chat stream with usage": (CHAT, {**SHORT, "messages": HELLO, **USAGE}, 200),
@@ -50,6 +51,11 @@ TABLE: dict[str, tuple[str, object, int]] = {
     "a number that is none": (CHAT, {**SHORT, "messages": HELLO, "n": "two"}, 400),
     "usage without a stream": (CHAT, {**SHORT, "messages": HELLO, "stream_options": {"include_usage": True}}, 400),
     "a tool wanted, none given": (CHAT, {**SHORT, "messages": HELLO, "tool_choice": "required"}, 400),
+    "a role missing": (CHAT, {**SHORT, "messages": [{"content": "Hello"}]}, 400),
+    "tools that are none": (CHAT, {**SHORT, "messages": HELLO, "tools": "x"}, 400),
+    "a prompt that is none": (TEXT, {**SHORT, "prompt": 5}, 400),
+    "no prompt": (TEXT, {**SHORT}, 400),
+    "a list for a body": (TEXT, [1], 400),
     "half of a JSON": (CHAT, b'{"model": ', 400),
     "not an embedding model": ("/v1/embeddings", {"model": "tiny", "input": "x"}, 404),
 }  # fmt: skip
@@ -60,27 +66,30 @@ def test_the_same_answer(both: Both, name: str) -> None:
     path, body, status = TABLE[name]
     answers = {which: engine.ask(path, body) for which, engine in both.items()}
     assert {which: answer.status for which, answer in answers.items()} == dict.fromkeys(both, status)
-    assert answers["standin"].kind == answers["vllm"].kind
+    # Of an answer without content the type does not matter.
+    assert answers["standin"].kind == answers["vllm"].kind or answers["vllm"].body == ""
     assert shape(answers["standin"].body) == shape(answers["vllm"].body)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if "stream" in name])
-def test_the_same_frames(both: Both, name: str) -> None:
+@pytest.mark.parametrize("more", [{}, USAGE], ids=["", "usage"])
+@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "Hello"})])
+def test_the_same_frames(both: Both, path: str, asked: dict[str, Any], more: dict[str, Any]) -> None:
     """Each chunk of a stream by itself: how it begins, goes on, tells its reason, its usage, and its end."""
-    path, body, status = TABLE[name]
-    if status != 200:
-        return
-    events = {which: engine.ask(path, body).body for which, engine in both.items()}
-    kinds = {
-        which: [shape(event) if isinstance(event, dict) else event for event in told]
-        for which, told in events.items()
-    }
-    # A token may be no text yet, so real streams may have chunks without any; runs of the same chunk count once.
-    runs = {
-        which: [kind for place, kind in enumerate(told) if not place or kind != told[place - 1]]
-        for which, told in kinds.items()
-    }
+    # At random, since the tiny model's likeliest words may be no text.
+    body = {"max_tokens": 40, "ignore_eos": True, "seed": 1, "stream": True, **asked, **more}
+    runs = {}
+    for which, engine in both.items():
+        events = [shape(event) if isinstance(event, dict) else event for event in engine.ask(path, body).body]
+        for event in events[:-1]:
+            for choice in event["choices"]:
+                if choice["finish_reason"] and "delta" in choice:
+                    # With or without text, as it happens.
+                    choice["delta"] = {}
+        # How many chunks there are is chance, too.
+        runs[which] = [event for place, event in enumerate(events) if not place or event != events[place - 1]]
     assert runs["standin"] == runs["vllm"]
+    assert runs["vllm"][-1] == "[DONE]"
+    assert len(runs["vllm"]) > 2
 
 
 KEYS: dict[str, tuple[dict[str, str], bool]] = {
@@ -173,7 +182,7 @@ def test_the_same_metrics(both: Both) -> None:
 
 def test_as_many_at_once_as_were_allowed(both: Both) -> None:
     """Four run and the others wait; none is refused."""
-    body = {**SHORT, "prompt": "x", "max_tokens": 600}
+    body = {**SHORT, "prompt": "x", "max_tokens": 1500}
     for which, engine in both.items():
         with ThreadPoolExecutor(7) as clients:
             asked = [clients.submit(engine.ask, TEXT, body) for _ in range(7)]
@@ -191,4 +200,4 @@ def test_as_many_at_once_as_were_allowed(both: Both) -> None:
                 )
         assert [one.result().status for one in asked] == [200] * 7, which
         assert max(running for running, _waiting in seen) == 4, which
-        assert max(waiting for _running, waiting in seen) in (2, 3), which
+        assert (4, 3) in seen, which

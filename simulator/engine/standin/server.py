@@ -50,6 +50,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, "BadRequestError", param)
 
 
+def invalid(message: str, param: str = "") -> ApiError:
+    """A body that is not of the form that is asked for: 400, in the words that the checker of bodies has for it."""
+    return ApiError(400, message, "Bad Request", f"body.{param}" if param else "body")
+
+
 def from_engine(error: Exception) -> ApiError:
     """What the client sees of an error of the engine."""
     if isinstance(error, QueueFullError):
@@ -83,12 +88,11 @@ class Prompt:
 def prompts_of(value: Any, param: str) -> list[Prompt]:
     """From a string, a list of strings, a list of token ids or a list of such lists."""
     items = value if isinstance(value, list) else [value]
-    if items and isinstance(items[0], int):
+    if isinstance(value, list) and items and isinstance(items[0], int):
         items = [items]
     if not items or not all(item and isinstance(item, (str, list)) for item in items):
-        raise bad_request(
-            f"{param} must be a non-empty string or list of token ids, or a list of these", param
-        )
+        message = f"{param} must be a non-empty string or list of token ids, or a list of these"
+        raise invalid(message, param) if value else bad_request(message, param)
     return [Prompt.of(item) for item in items]
 
 
@@ -97,7 +101,9 @@ def integer(body: Body, name: str, default: int | None, minimum: int = 0) -> int
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise invalid(f"{name} should be a valid integer, got {value!r}.", name)
+    if value < minimum:
         raise bad_request(f"{name} must be an integer of at least {minimum}, got {value!r}.", name)
     return value
 
@@ -107,44 +113,68 @@ class Shape:
 
     stream_object = final_object = "text_completion"
     id_prefix = "cmpl"
+    # What is null unless it is asked for, of a whole answer, of its choices, and of a stream's choices.
+    nulls: Body = dict.fromkeys(["service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"])
+    choice_nulls: Body = dict.fromkeys(["token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts"])
+    stream_nulls: Body = dict.fromkeys(["stop_reason", "prompt_token_ids", "token_ids"])
+
+    def heads(self, reply: Reply, start: int, end: int) -> list[Body]:
+        """What a stream's choices tell by themselves before the characters from start to end."""
+        return []
 
     def delta(self, reply: Reply, start: int, end: int) -> Body:
         """The part of a stream's choice that tells the characters from start to end."""
-        return {"text": reply.text[start:end]}
+        return {"text": reply.text[start:end]} | self.stream_nulls
 
     def content(self, reply: Reply) -> Body:
         """The part of a whole choice that holds the reply."""
-        return {"text": reply.text, "prompt_logprobs": None}
+        return {"text": reply.text}
 
 
 class ChatShape(Shape):
     """For /v1/chat/completions."""
 
     stream_object, final_object, id_prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
+    nulls: Body = Shape.nulls | dict.fromkeys(["prompt_logprobs", "prompt_token_ids", "prompt_text"])
+    choice_nulls: Body = dict.fromkeys(["token_ids", "routed_experts"])
+    stream_nulls: Body = dict.fromkeys(["token_ids"])
+
+    def heads(self, reply: Reply, start: int, end: int) -> list[Body]:
+        """Each tool call that begins between start and end: its name comes before its arguments."""
+        heads, offset = [], 0
+        for index, call in enumerate(reply.calls):
+            if start <= offset < end:
+                part = {"id": call.id, "type": "function", "index": index, "function": {"name": call.name}}
+                heads.append({"delta": {"content": None, "tool_calls": [part]}} | self.stream_nulls)
+            offset += len(call.arguments)
+        return heads
 
     def delta(self, reply: Reply, start: int, end: int) -> Body:
         """Content, or the arguments of the tool calls that lie between start and end."""
         if not reply.calls:
-            return {"delta": {"content": reply.text[start:end]}}
+            text = reply.text[start:end]
+            return {"delta": {"content": text} if text else {}} | self.stream_nulls
         parts, offset = [], 0
         for index, call in enumerate(reply.calls):
             low, high = max(start, offset), min(end, offset + len(call.arguments))
             if low < high:
-                part: Body = {"index": index, "function": {"arguments": reply.text[low:high]}}
-                if low == offset:
-                    part |= {"id": call.id, "type": "function"}
-                    part["function"]["name"] = call.name
-                parts.append(part)
+                parts.append({"index": index, "function": {"arguments": reply.text[low:high]}})
             offset += len(call.arguments)
-        return {"delta": {"tool_calls": parts}}
+        return {"delta": {"content": None, "tool_calls": parts}} | self.stream_nulls
 
     def content(self, reply: Reply) -> Body:
         """The assistant's message."""
-        message: Body = {"role": "assistant", "content": None if reply.calls else reply.text, "refusal": None}
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in reply.calls
-        ]
+        message: Body = {"role": "assistant", "content": None if reply.calls else reply.text}
+        message |= dict.fromkeys(["refusal", "annotations", "audio", "function_call"])
+        if reply.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in reply.calls
+            ]
         return {"message": message | {"reasoning": None}}
 
 
@@ -267,6 +297,19 @@ class Server:
     async def _exposition(self, request: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), content_type="text/plain", charset="utf-8")
 
+    @property
+    def _permission(self) -> Body:
+        refused = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
+        return {
+            "id": f"modelperm-{uuid.uuid4().hex[:16]}",
+            "object": "model_permission",
+            "created": self._created,
+            **dict.fromkeys(refused, False),
+            **dict.fromkeys(["allow_sampling", "allow_logprobs", "allow_view"], True),
+            "organization": "*",
+            "group": None,
+        }
+
     async def _models(self, request: web.Request) -> web.Response:
         models: list[Body] = [
             {
@@ -277,7 +320,7 @@ class Server:
                 "root": str(self._config.model),
                 "parent": None,
                 "max_model_len": self._config.max_model_len,
-                "permission": [],
+                "permission": [self._permission],
             }
             for name in self._config.served_names
         ]
@@ -287,7 +330,7 @@ class Server:
         body = await self._body(request)
         text = self._chat_text(body) if "messages" in body else body.get("prompt")
         if not isinstance(text, str):
-            raise bad_request("prompt must be a string", "prompt")
+            raise invalid("prompt must be a string", "prompt")
         tokens = replies.encode(text)
         answer = {"count": len(tokens), "max_model_len": self._config.max_model_len, "tokens": tokens}
         return web.json_response(answer | {"token_strs": None})
@@ -295,7 +338,7 @@ class Server:
     async def _detokenize(self, request: web.Request) -> web.Response:
         tokens = (await self._body(request)).get("tokens")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise bad_request("tokens must be a list of integers", "tokens")
+            raise invalid("tokens must be a list of integers", "tokens")
         return web.json_response({"prompt": replies.decode(tokens)})
 
     async def _invocations(self, request: web.Request) -> web.StreamResponse:
@@ -347,6 +390,8 @@ class Server:
         self, request: web.Request, body: Body, shape: Shape, pairs: Sequence[tuple[Prompt, Reply]]
     ) -> web.StreamResponse:
         n = integer(body, "n", 1, 1) or 1
+        if n > 1 and body.get("temperature") == 0:
+            raise bad_request(f"n must be 1 when using greedy sampling, got {n}.")
         options = body.get("stream_options")
         if options and not body.get("stream"):
             raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
@@ -376,6 +421,8 @@ class Server:
             total = prompt_tokens + generated
             return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": generated}
 
+        details: Body = dict.fromkeys(["prompt_tokens_details", "completion_tokens_details"])
+
         if body.get("stream"):
             with_usage = bool((options or {}).get("include_usage"))
             return await self._stream(
@@ -389,10 +436,12 @@ class Server:
                 "finish_reason": reply.finish_reason,
                 "stop_reason": reply.stop_reason,
                 **shape.content(reply),
+                **shape.choice_nulls,
             }
             for index, reply in enumerate(all_replies)
         ]
-        return web.json_response(head | {"choices": choices, "usage": usage()} | self._fingerprint)
+        answer = head | {"choices": choices, "usage": usage() | details} | self._fingerprint
+        return web.json_response(answer | shape.nulls)
 
     async def _run(self, requests: Sequence[Request]) -> None:
         """Have the engine finish all of them; the client's leaving aborts them."""
@@ -422,10 +471,12 @@ class Server:
         try:
             await response.prepare(request)
             try:
-                async for chunk in self._chunks(shape, head, requests, all_replies):
+                # The last chunk tells what answered: the one with the usage where that is wanted.
+                last = {} if usage else self._fingerprint
+                async for chunk in self._chunks(shape, head, requests, all_replies, last):
                     await _send(response, chunk)
                 if usage:
-                    await _send(response, head | {"choices": [], "usage": usage()})
+                    await _send(response, head | {"choices": [], "usage": usage()} | self._fingerprint)
             except EngineDeadError as error:
                 await _send(response, from_engine(error).body)
             await response.write(b"data: [DONE]\n\n")
@@ -438,23 +489,32 @@ class Server:
         return response
 
     async def _chunks(
-        self, shape: Shape, head: Body, requests: Sequence[Request], all_replies: Sequence[Reply]
+        self,
+        shape: Shape,
+        head: Body,
+        requests: Sequence[Request],
+        all_replies: Sequence[Reply],
+        last: Body,
     ) -> AsyncIterator[Body]:
-        """What a stream tells, choice after choice, as the tokens come."""
+        """What a stream tells, choice after choice, as the tokens come; the end of each choice with what ``last`` says."""
         for index, (sequence, reply) in enumerate(zip(requests, all_replies, strict=True)):
             empty = {"index": index, "logprobs": None, "finish_reason": None}
             seen = 0
             while seen < reply.tokens:
                 count = await sequence.progress(seen)
                 if not seen and isinstance(shape, ChatShape):
-                    yield head | {"choices": [empty | {"delta": {"role": "assistant", "content": ""}}]}
-                choice = empty | shape.delta(reply, reply.position(seen), reply.position(count))
+                    first = head | {"choices": [empty | {"delta": {"role": "assistant", "content": ""}}]}
+                    yield first | dict.fromkeys(["prompt_token_ids", "prompt_text"])
+                part = (reply, reply.position(seen), reply.position(count))
+                for beginning in shape.heads(*part):
+                    yield head | {"choices": [empty | beginning]}
+                choice = empty | shape.delta(*part)
                 seen = count
                 if seen < reply.tokens:
                     yield head | {"choices": [choice]}
                     continue
                 end = {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason}
-                yield head | {"choices": [choice | end]} | self._fingerprint
+                yield head | {"choices": [choice | end]} | last
 
     # --- reading bodies ---
 
@@ -463,10 +523,12 @@ class Server:
             raise bad_request("Unsupported Media Type: Only 'application/json' is allowed")
         try:
             body = json.loads(await request.read())
+        except json.JSONDecodeError as error:
+            raise invalid(f"JSON decode error: {error}", str(error.pos)) from error
         except ValueError as error:
-            raise bad_request(f"JSON decode error: {error}") from error
+            raise bad_request(f"There was an error parsing the body: {error}") from error
         if not isinstance(body, dict):
-            raise bad_request("the body must be a JSON object")
+            raise invalid("the body must be a JSON object")
         self._model(body)
         return body
 
@@ -482,11 +544,15 @@ class Server:
     def _chat_text(body: Body) -> str:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise bad_request("messages must be a non-empty list of objects", "messages")
+            message = "messages must be a non-empty list of objects"
+            raise bad_request(message, "messages") if messages == [] else invalid(message, "messages")
         lines = []
         for message in messages:
             if not isinstance(message.get("role"), str):
-                raise bad_request("each message must have a role", "messages")
+                raise invalid(
+                    "each message must have a role",
+                    "messages.0.ChatCompletionDeveloperMessageParam.role",
+                )
             lines.append(f"{message['role']}: {_text_of(message)}")
         if body.get("tools"):
             lines.append(json.dumps(body["tools"]))
@@ -495,6 +561,11 @@ class Server:
     def _max_tokens(self, prompt: Prompt, limit: int | None) -> int:
         """How many tokens may come after the prompt. Raises a 400 when both do not fit the context."""
         context = self._config.max_model_len
+        if (limit or 0) > context:
+            raise bad_request(
+                f"max_tokens={limit} cannot be greater than max_model_len={context}. Please request fewer output tokens.",
+                "max_tokens",
+            )
         room = context - prompt.tokens
         if room < 1 or (limit or 0) > room:
             raise bad_request(
@@ -511,7 +582,7 @@ class Server:
         natural = self._config.settings.reply_tokens
         words = [stop] if isinstance(stop, str) else stop
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise bad_request("stop must be a string or a list of strings", "stop")
+            raise invalid("stop must be a string or a list of strings", "stop")
         return replies.text_reply(natural, max_tokens, minimum, bool(body.get("ignore_eos")), words)
 
     def _tool_reply(self, body: Body, max_tokens: int) -> Reply | None:
@@ -522,7 +593,7 @@ class Server:
         if not tools:
             raise bad_request("When using `tool_choice`, `tools` must be set.", "tool_choice")
         if not all(isinstance(tool, dict) and "name" in tool.get("function", {}) for tool in tools):
-            raise bad_request("each tool must be an object with a named function", "tools")
+            raise invalid("each tool must be an object with a named function", "tools")
         asked: Body = next((m for m in reversed(body["messages"]) if m["role"] != "system"), {})
         prompt = _text_of(asked)
         if isinstance(choice, dict):
