@@ -79,7 +79,8 @@ def set_parameter(parameters: Any, name: str, value: Any) -> None:
 
 def load(settings: Mapping[str, Any]) -> Any:
     """llama.cpp's server, listening, with its model loaded."""
-    import xllamacpp  # type: ignore[import-not-found]  # it stands in the worker's own environment
+    # It stands in the worker's own environment.
+    import xllamacpp
 
     # llama.cpp itself does not say why it cannot.
     readable(settings["parameters"]["model.path"])
