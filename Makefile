@@ -118,10 +118,13 @@ build: setup ## Build the collection into dist/
 	@$(STEP) build ansible-galaxy collection build --force --output-path dist
 
 ##@ More
-.PHONY: benchmark help
+.PHONY: benchmark benchmark-switch help
 benchmark: setup ## The gateway beside its peers, on this machine; FULL=1 takes about 25 minutes
 	@$(STEP) benchmark benchmarks/gateway/run $(if $(FULL),,--quick) --json dist/gateway-benchmark.json
 
+benchmark-switch: setup ## What clients see of a switch, beside nginx; 2 minutes, FULL=1 takes 9
+	@$(STEP) benchmark-switch benchmarks/switch/run $(if $(FULL),,--quick) --json dist/switch-benchmark.json
+
 help: ## This list
 	@awk -F ':.*## ' '/^##@/ { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	  /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +74,29 @@ def machine() -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {"machine": machine(), "quick": options.quick}
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Have what many connections need, and be the only benchmark: two would measure each other, and take each other's ports."""
+    # End what was started when this is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # A thousand streams have two ends in this process's children and in the gateways.
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     # Where Debian keeps servers is not on every user's path.
     os.environ["PATH"] += ":/usr/sbin:/sbin"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError("another benchmark runs on this machine") from None
+        yield
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"machine": machine(), "quick": options.quick}
     for command, package in (("wrk", "wrk"), ("nginx", "nginx-light")):
         need_command(command, package)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    # Two at a time would measure each other, and take each other's ports.
-    lock = (CACHE / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError("another benchmark runs on this machine") from None
     versions, left_out = install(options.only)
     plan = (quick if options.quick else full)(options.outage or (10 if options.quick else 60))
     result |= {"versions": versions, "left_out": left_out, "problems": {}, "plan": plan.__dict__}
@@ -127,17 +136,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def keep(result: dict[str, Any], path: Path | None) -> None:
+    """Write all figures to a file, where one was named."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     options = arguments()
-    # End what was started when this is ended, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        result = measure(options)
+        with alone():
+            result = measure(options)
     except (OSError, subprocess.SubprocessError) as problem:
         print(f"benchmarks/gateway/run: {problem}", file=sys.stderr)
         return 1
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, options.json)
     print(tables(result))
     return 1 if result["problems"] else 0

@@ -136,9 +136,23 @@ def chat_body(wanted: dict[str, float], stream: bool = False) -> dict[str, objec
     }
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a benchmark wants otherwise than the gateways' documentation has it."""
+
+    # Seconds that ours lets a request wait for a worker; None is the role's default.
+    hold_seconds: int | None = None
+    # What nginx is told of each of its servers, and of the requests that it passes.
+    nginx_server: str = ""
+    nginx_location: str = ""
+
+
 @contextlib.contextmanager
-def launched(name: str, directory: Path, workers: Sequence[int]) -> Iterator[Gateway]:
+def launched(
+    name: str, directory: Path, workers: Sequence[int], settings: Settings | None = None
+) -> Iterator[Gateway]:
     """Start one gateway in front of workers on these ports; it may not serve yet."""
+    settings = settings or Settings()
     directory.mkdir(parents=True)
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -147,11 +161,13 @@ def launched(name: str, directory: Path, workers: Sequence[int]) -> Iterator[Gat
             # The access log's receiver: the kernel drops what nobody reads.
             log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             log.bind((LOOPBACK, 0))
-            command = _ours(directory, port, workers, log.getsockname()[1])
+            command = _ours(directory, port, workers, log.getsockname()[1], settings)
             environment |= environment_of(directory / OURS)
         elif name in SYSTEM_PEERS:
             configuration = directory / f"{name}.conf"
-            configuration.write_text((_haproxy if name == "haproxy" else _nginx)(port, workers))
+            configuration.write_text(
+                _haproxy(port, workers) if name == "haproxy" else _nginx(port, workers, settings)
+            )
             command = {
                 "haproxy": ["haproxy", "-W", "-db", "-f", str(configuration)],
                 "nginx": ["nginx", "-p", f"{directory}/", "-c", str(configuration)],
@@ -165,9 +181,11 @@ def launched(name: str, directory: Path, workers: Sequence[int]) -> Iterator[Gat
         yield Gateway(name, port, stack.enter_context(running(command, directory, environment)))
 
 
-def _ours(directory: Path, port: int, workers: Sequence[int], log: int) -> list[str]:
+def _ours(directory: Path, port: int, workers: Sequence[int], log: int, settings: Settings) -> list[str]:
     """The role's own templates, with what an owner of several clients would set."""
+    hold = {} if settings.hold_seconds is None else {"gateway_hold_seconds": settings.hold_seconds}
     variables = {
+        **hold,
         "gateway_address": LOOPBACK,
         "gateway_port": port,
         "gateway_metrics_port": free_port(),
@@ -215,8 +233,8 @@ backend workers
 """
 
 
-def _nginx(port: int, workers: Sequence[int]) -> str:
-    servers = "\n".join(f"        server {LOOPBACK}:{worker};" for worker in workers)
+def _nginx(port: int, workers: Sequence[int], settings: Settings) -> str:
+    servers = "\n".join(f"        server {LOOPBACK}:{worker} {settings.nginx_server};" for worker in workers)
     return f"""\
 daemon off;
 user root;
@@ -243,6 +261,7 @@ http {{
             proxy_set_header Connection "";
             proxy_buffering off;
             proxy_read_timeout 1h;
+            {settings.nginx_location}
         }}
     }}
 }}

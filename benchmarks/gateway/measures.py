@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ class Bench:
                         for targets in [direct, *([one] for one in gateways)]:
                             found = asyncio.run(_streams(targets))
                             yield "streaming", {"gateway": targets[0].name, "round": round_number, **found}
-                for found in asyncio.run(_return(gateways, workers, self.plan.outage, self.plan.watched)):
+                outage = away(gateways, workers, self.plan.outage, self.plan.watched)
+                for found in asyncio.run(outage):
                     yield "return", {"round": number, **found}
 
     def memory_and_stop(self) -> Iterator[tuple[str, Record]]:
@@ -191,27 +192,41 @@ async def _streams(targets: Sequence[Gateway]) -> Record:
     }
 
 
-async def _return(
-    gateways: Sequence[Gateway], workers: Sequence[Worker], outage: float, watched: float
+async def away(
+    gateways: Sequence[Gateway],
+    workers: Sequence[Worker],
+    outage: float,
+    watched: float,
+    stop: Callable[[Worker], None] = Worker.kill,
+    apart: float = 0,
 ) -> list[Record]:
-    """Kill all workers for so long, and watch for so long after that; each gateway gets 10 requests a second."""
-    stop = asyncio.Event()
+    """Stop all workers for so long, and watch for so long after the first completion of the first one that is back; the
+    others come ``apart`` seconds after one another. Each gateway gets 10 requests a second all the time."""
+
+    async def come_back(worker: Worker, later: float) -> None:
+        await asyncio.sleep(later)
+        worker.start()
+
+    over = asyncio.Event()
+    patience = outage + watched
     async with client() as session:
         loops = [
-            asyncio.create_task(open_loop(10, stop, lambda one=one: ask(session, one)))  # type: ignore[misc]
+            asyncio.create_task(open_loop(10, over, lambda one=one: ask(session, one, patience)))  # type: ignore[misc]
             for one in gateways
         ]
         await asyncio.sleep(2)
-        for worker in workers:
-            worker.kill()
         down = time.monotonic()
+        await asyncio.gather(*(asyncio.to_thread(stop, worker) for worker in workers))
         await asyncio.sleep(outage)
-        for worker in workers:
-            worker.start()
-        await asyncio.to_thread(wait_until, lambda: any(healthy(worker.port) for worker in workers), 10)
+        starts = [
+            asyncio.create_task(come_back(worker, number * apart)) for number, worker in enumerate(workers)
+        ]
+        first = Gateway(DIRECT, workers[0].port)
+        await asyncio.to_thread(wait_until, lambda: first.chat() == 200, 10)
         up = time.monotonic()
         await asyncio.sleep(watched)
-        stop.set()
+        await asyncio.gather(*starts)
+        over.set()
         answers = await asyncio.gather(*loops)
     return [
         {"gateway": one.name, "outage_seconds": outage, "watched_seconds": watched, **_judged(seen, down, up)}
@@ -232,6 +247,9 @@ def _judged(seen: Sequence[Stream], down: float, up: float) -> Record:
         "failed_after": len(failed_after),
         # A first good answer is no proof: another worker may still be left out.
         "last_failed_seconds": max(failed_after, default=0.0),
+        "longest_wait_seconds": max(
+            (each.ended - each.started for each in seen if each.status == 200), default=0.0
+        ),
     }
 
 

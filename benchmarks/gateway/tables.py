@@ -25,7 +25,7 @@ class Figure:
 
 def tables(result: dict[str, Any]) -> str:
     """All tables of a run, in Markdown that can be read as it is."""
-    parts = [_conditions(result)]
+    parts = [_head(result)]
     figures = list(_figures(result))
     if figures:
         parts.append(_compared(figures, [name for name in ALL if name in result["versions"]]))
@@ -34,13 +34,10 @@ def tables(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _conditions(result: dict[str, Any]) -> str:
-    machine, plan = result["machine"], result["plan"]
+def _head(result: dict[str, Any]) -> str:
+    plan = result["plan"]
     lines = [
-        f"- Machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}, "
-        f"Linux {machine['kernel']}; load average {machine['load_average_at_start']:.2f} at the start, "
-        f"{machine['load_average_at_end']:.2f} at the end; "
-        f"{machine['date']}, {result['seconds']} s in all{' (--quick)' if result['quick'] else ''}",
+        conditions(result),
         f"- Rounds: {plan['rounds']} of {plan['wrk_seconds']} s for requests, {plan['stream_rounds']} for streams, "
         f"{plan['returns']} for the return of workers, 1 for memory and for the death of a worker; medians",
         "- Added is against the direct way to a worker, in the same round; below zero it is noise. Load at the end is the benchmark's own, too",
@@ -49,6 +46,17 @@ def _conditions(result: dict[str, Any]) -> str:
     lines += [f"- Left out: {name}: {' '.join(why.split())}" for name, why in result["left_out"].items()]
     lines += [f"- Broken off: {name}: {' '.join(why.split())}" for name, why in result["problems"].items()]
     return "\n".join(lines)
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """The line that tells where, when and for how long a benchmark ran."""
+    machine = result["machine"]
+    return (
+        f"- Machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}, "
+        f"Linux {machine['kernel']}; load average {machine['load_average_at_start']:.2f} at the start, "
+        f"{machine['load_average_at_end']:.2f} at the end; "
+        f"{machine['date']}, {result['seconds']} s in all{' (--quick)' if result['quick'] else ''}"
+    )
 
 
 def _medians(records: Iterable[Record], value: Callable[[Record], float | None]) -> dict[str, float | None]:
@@ -180,17 +188,17 @@ def _compared(figures: Sequence[Figure], names: Sequence[str]) -> str:
                 _ratio(ours, peers.get(PLAIN)),
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _text(figure: Figure, name: str) -> str:
     if name not in figure.values:
         return "-"
     value = figure.values[name]
-    return "never" if value is None else _short(value)
+    return "never" if value is None else short(value)
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three digits that mean something."""
     if abs(value) >= 100 or value == int(value):
         return f"{value:.0f}"
@@ -229,7 +237,7 @@ def _ours_alone(result: dict[str, Any]) -> str:
         ]
 
         def median(value: Callable[[Record], float], some: list[Record] = some) -> str:
-            return _short(statistics.median(value(record) for record in some))
+            return short(statistics.median(value(record) for record in some))
 
         rows.append(
             [
@@ -244,11 +252,12 @@ def _ours_alone(result: dict[str, Any]) -> str:
             ]
         )
     if sizes:
-        lines += ["", _table(rows)]
+        lines += ["", table(rows)]
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first row is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

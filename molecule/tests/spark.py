@@ -106,6 +106,21 @@ class Spark:
         until(lambda: self.status().get("attempts") == 0, 30, f"{self.name}'s failures are forgiven")
         self.run(f"systemctl reset-failed {self.unit} || true")
 
+    def hang_up(self) -> None:
+        """Cut every connection by which it is administered."""
+        self._inside("pkill", "--full", "sshd.*@")
+
+    def shut(self) -> None:
+        """Let nobody in who would administer it."""
+        self._inside("iptables", "-I", "INPUT", "-p", "tcp", "--dport", "22", "-j", "DROP")
+
+    def open(self) -> None:
+        """Let them in again."""
+        self._inside("iptables", "-F", "INPUT")
+
+    def _inside(self, *command: str) -> None:
+        subprocess.run(["docker", "exec", self._container, *command], check=True)
+
     def power_off(self) -> None:
         """Take its power away: nothing on it can say goodbye."""
         self._machine("kill")

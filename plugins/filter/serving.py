@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ansible_collections.twospark.serving.plugins.module_utils import _plan, _status, _switch, _worker
+from ansible_collections.twospark.serving.plugins.module_utils import _plan, _preflight, _status, _switch, _worker
 
 
 class FilterModule:
@@ -17,9 +17,11 @@ class FilterModule:
         """Filter name to function."""
         return {
             "engine_plan": _plan.engine_plan,
+            "file_digests": _preflight.file_digests,
             "host_mode": _plan.host_mode,
             "status_report": _status.status_report,
             "mode_problems": _plan.mode_problems,
+            "preflight_problems": _preflight.preflight_problems,
             "rolling_problems": _switch.rolling_problems,
             "switch_announcement": _switch.switch_announcement,
             "switch_end": _switch.switch_end,

@@ -7,11 +7,19 @@ The wish is which unit is enabled, the deed is which unit is active; both are re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 UNITS = {"replica": "vllm-replica.service", "tp": "vllm-tp.service"}
+
+ARGUMENTS = {
+    "mode": {"type": "str", "required": True, "choices": ["replica", "tp", "stopped"]},
+    "wait": {"type": "bool", "default": True},
+    "timeout": {"type": "int", "default": 5400},
+    "restart_stale": {"type": "bool", "default": False},
+    "restart": {"type": "bool", "default": False},
+}
 
 # What `systemctl show` is asked for; Job is the number of a pending job, 0 when there is none.
 PROPERTIES = (
@@ -75,6 +83,17 @@ class Unit:
             "since": self.since,
             "stale": self.stale,
         }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a Spark is on its way to a mode: whether anything is still to be awaited, whether the mode is reached, and
+    the phase with all that its unit says of it."""
+
+    settled: bool
+    reached: bool
+    phase: str
+    status: str
 
 
 @dataclass(frozen=True)
@@ -166,6 +185,71 @@ def change(
         result.differences.append(Difference(mode, "engine", "running", "restarted"))
         result.steps.append(Step("restart", mode))
     return result
+
+
+def progress(units: Mapping[str, Unit], mode: str) -> Progress:
+    """How far these units (by mode) are on the way to ``mode``, when all steps to there have been asked for."""
+    at = _awaited(units, mode)
+    if at is None:
+        return Progress(True, True, "stopped", "stopped")
+    unit = units[at]
+    if at == mode and unit.active == "active" and not unit.job:
+        return Progress(True, True, "serving", unit.status)
+    if at == mode and (unit.down or unit.stopped):
+        return Progress(True, False, "failed" if unit.down else "stopped", unit.status)
+    # What an inactive unit says is of its former life.
+    status = "" if unit.active in ("inactive", "failed") else unit.status
+    phase = status.partition(":")[0] or ("stopping" if unit.active == "deactivating" else "starting")
+    return Progress(False, False, phase, status or phase)
+
+
+def unreached(units: Mapping[str, Unit], mode: str, last_lines: Callable[[str], str]) -> str:
+    """Why the mode is not reached that was waited for, and what to do; ``last_lines`` gives those of a mode's unit."""
+    at = _awaited(units, mode) or mode
+    unit = units[at]
+    if unit.waiting_to_restart and not unit.job:
+        state = f"failed ({unit.result}); systemd tries again by itself"
+    elif unit.down:
+        state = f"has failed ({unit.result})"
+    elif unit.stopped:
+        state = "was stopped while it started"
+    else:
+        state = "does not serve yet" if at == mode else "has not stopped yet"
+    return (
+        f"{unit.name} {state}. Its status: {unit.status or 'none'}. Its last lines:\n{last_lines(at)}\n"
+        f"Look on: journalctl -u {unit.name} -e. When it is mended, run the same command again."
+    )
+
+
+def _awaited(units: Mapping[str, Unit], mode: str) -> str | None:
+    """Whose unit is waited for: the other mode's until it has stopped, then that of the wished one, if one is wished."""
+    stopping = [name for name, unit in units.items() if name != mode and not unit.stopped]
+    return stopping[0] if stopping else None if mode == "stopped" else mode
+
+
+@dataclass
+class Watch:
+    """What was seen of one Spark on its way, ``now`` always being in seconds: how long each phase lasted, and what is told."""
+
+    host: str
+    began: float
+    every: float = 30.0
+    phase: str = ""
+    durations: dict[str, float] = field(default_factory=dict)
+    _since: float = 0.0
+    _told: float = 0.0
+
+    def see(self, now: float, phase: str, status: str) -> str:
+        """Take note; returns a line for people when the phase is another, or when nothing was told for ``every`` seconds."""
+        if self.phase:
+            self.durations[self.phase] = round(self.durations.get(self.phase, 0.0) + now - self._since, 1)
+        is_news = phase != self.phase or now - self._told >= self.every
+        self.phase, self._since = phase, now
+        if not is_news:
+            return ""
+        self._told = now
+        minutes, seconds = divmod(int(now - self.began), 60)
+        return f"{self.host} {minutes}:{seconds:02} {status or phase}"
 
 
 def parse_show(text: str) -> dict[str, dict[str, str]]:

@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 from ansible.module_utils.urls import open_url
 
 from . import _modes as modes
+from . import _preflight as preflight
 
 if t.TYPE_CHECKING:
     from ansible.module_utils.basic import AnsibleModule
@@ -50,26 +51,27 @@ class Spark:
         return str(out)
 
     def do(self, step: modes.Step) -> None:
-        """Carry out one step. A start is only asked for, not waited for; a stop returns when the unit has stopped."""
+        """Carry out one step. Starts and stops are only asked for: systemd carries out what is queued, in the order that the
+        units demand, whatever becomes of us."""
         if step.verb == "daemon-reload":
             self.systemctl("daemon-reload")
         elif step.verb in ("enable", "disable"):
             # On the files only: asked through the manager, both reload systemd, and since systemd 254 --no-reload
             # leaves every unit marked as in need of a reload.
             self.systemctl("--root=/", step.verb, modes.UNITS[step.mode])
-        elif step.verb in ("start", "restart"):
-            self.systemctl("--no-block", step.verb, modes.UNITS[step.mode])
-        else:
+        elif step.verb == "reset-failed":
             self.systemctl(step.verb, modes.UNITS[step.mode])
+        else:
+            self.systemctl("--no-block", step.verb, modes.UNITS[step.mode])
 
-    def wait(self, mode: str, seconds: float) -> modes.Unit:
-        """Wait until the unit is active, has failed, or the time is over, and return it as it then stands."""
+    def wait(self, mode: str, seconds: float, phase: str) -> tuple[dict[str, modes.Unit], modes.Progress]:
+        """Wait while the Spark is on its way to the mode and in this phase, for so long at most; return where it then stands."""
         end = time.monotonic() + seconds
         while True:
-            unit = self.units()[mode]
-            settled = unit.active == "active" and not unit.job
-            if settled or unit.down or (unit.stopped and not unit.job) or time.monotonic() > end:
-                return unit
+            units = self.units()
+            progress = modes.progress(units, mode)
+            if progress.settled or progress.phase != phase or time.monotonic() > end:
+                return units, progress
             time.sleep(1)
 
     def last_lines(self, mode: str) -> str:
@@ -112,6 +114,33 @@ class Spark:
         except (OSError, ValueError, KeyError, HTTPError):
             return None
 
+    def containers(self) -> list[dict[str, t.Any]]:
+        """The running containers, as Docker tells them; none without Docker."""
+        docker = self._module.get_bin_path("docker")
+        if not docker:
+            return []
+        _status, out, _err = self._module.run_command([docker, "ps", "--quiet", "--no-trunc"])
+        if not out.split():
+            return []
+        # One that has ended meanwhile is told on the error output, and the rest all the same.
+        _status, out, _err = self._module.run_command([docker, "inspect", *out.split()])
+        return t.cast("list[dict[str, t.Any]]", json.loads(out or "[]"))
+
+    def port_problems(self, config: t.Mapping[str, t.Any]) -> list[str]:
+        """Ports of this agent's configuration that somebody else holds."""
+        socket_statistics = self._module.get_bin_path("ss")
+        if not socket_statistics:
+            return []
+        _status, out, _err = self._module.run_command([socket_statistics, "-Hltnp"])
+        wanted = preflight.wanted_ports(config)
+        listeners = [
+            preflight.Listener(port, pid, name, read(f"/proc/{pid}/cgroup"))
+            for port, pid, name in preflight.parse_listeners(out)
+            if port in wanted.values()
+        ]
+        names = {one["Id"]: one["Name"].lstrip("/") for one in self.containers()} if listeners else {}
+        return preflight.port_problems(wanted, listeners, names)
+
     def _enabled(self, name: str) -> str:
         return self.systemctl("is-enabled", name, check=False).strip()
 
@@ -131,3 +160,12 @@ class Spark:
             environ_update={"PYTHONPATH": AGENT_DIRECTORY, "PYTHONDONTWRITEBYTECODE": "1"},
         )
         return None if status or agent is None else agent.get("settings_digest") != out.strip()
+
+
+def read(path: str) -> str:
+    """What is in a file; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""

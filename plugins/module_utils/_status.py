@@ -47,6 +47,10 @@ def status_report(
                 f"the gateway on {host} reaches no engine (its health is {status}), though one serves: journalctl -u haproxy on that host"
             )
     lines, of_address = _virtual_address(held or {})
+    if set(wishes.values()) == {"stopped"} and not problems:
+        lines.append(
+            "nothing is wanted on any Spark; to serve: ansible-playbook playbooks/switch_mode.yml -e mode=replica (or tp)"
+        )
     return {
         "table": table([COLUMNS, *(_row(host, info) for host, info in sparks.items())])
         + lines
@@ -172,10 +176,18 @@ def _spark_problems(host: str, info: Mapping[str, Any]) -> list[str]:
         ]
     problems = []
     for mode, unit in units.items():
-        if mode != wanted and unit["active"] not in ("inactive", "failed"):
+        if mode == wanted or unit["active"] in ("inactive", "failed"):
+            continue
+        if wanted == "stopped":
+            problems.append(
+                f"{host} runs {mode}, and no mode is enabled there, so a reboot ends it: ansible-playbook playbooks/switch_mode.yml -e "
+                f"mode={mode} (or stopped)"
+            )
+        else:
             problems.append(
                 f"{host} runs {mode}, which is not wanted: systemctl stop vllm-{mode} on that host"
             )
+    problems += [f"{host}: {problem}" for problem in info.get("port_problems", ())]
     unit = units.get(wanted)
     if unit is None:
         return problems

@@ -142,7 +142,7 @@ def switch_report(
     """How a switch went, in figures.
 
     ``mode`` is what was asked for, ``began`` when it began. ``sparks`` maps each Spark to ``former``, ``wish``,
-    ``brought`` and ``durations`` (of serving_mode, in seconds). ``before`` and ``after`` map each gateway to its metrics
+    ``brought``, ``durations`` and ``engine`` (of serving_mode, in seconds). ``before`` and ``after`` map each gateway to its metrics
     then; one whose metrics are missing is left out. ``causes`` says why it failed, empty when it did not.
 
     Returns ``record`` (for a file), and ``table`` (lines for people).
@@ -157,6 +157,7 @@ def switch_report(
                 "from": spark["former"],
                 "to": spark["wish"],
                 "seconds": dict(spark.get("durations") or {}),
+                "engine": spark.get("engine"),
             }
             for host, spark in sparks.items()
         },

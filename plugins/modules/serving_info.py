@@ -64,6 +64,14 @@ last_starts:
   returned: success
   type: dict
   sample: {replica: 412.0, tp: null}
+port_problems:
+  description:
+    - Ports of the wanted mode that somebody else holds, each with what ends that. Empty when the mode's unit is active, which has
+      them.
+  returned: success
+  type: list
+  elements: str
+  sample: []
 changed_by:
   description: Who is changing what this Spark serves, in words; empty when nobody is.
   returned: success
@@ -90,6 +98,7 @@ def main() -> None:
     units = spark.units()
     enabled = modes.enabled_modes(units)
     running = [mode for mode, unit in units.items() if not unit.stopped]
+    absent = [config for mode in enabled if units[mode].active != "active" and (config := spark.config(mode))]
     agents = (spark.agent(mode) for mode in [*running, *enabled])
     module.exit_json(
         changed=False,
@@ -99,6 +108,7 @@ def main() -> None:
         active=modes.active_modes(units),
         units={mode: unit.told() for mode, unit in units.items()},
         last_starts={mode: spark.last_start(mode) for mode in modes.UNITS},
+        port_problems=[problem for config in absent for problem in spark.port_problems(config)],
         changed_by=str(held_by() or ""),
         agent=next((agent for agent in agents if agent), None),
     )

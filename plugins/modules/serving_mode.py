@@ -26,13 +26,16 @@ options:
     required: true
     choices: [replica, tp, stopped]
   wait:
-    description: Wait until the unit is active, which it is when the engine has answered a real completion.
+    description:
+      - Wait until the other unit has stopped and the wished one is active, which it is when the engine has answered a real
+        completion. Meanwhile the phase of each Spark is shown whenever it changes, and now and then how far it is.
+      - A Spark that is not reached meanwhile is asked again for half a minute.
     type: bool
     default: true
   timeout:
     description:
-      - How long to wait for the unit, in seconds.
-      - Unit files bound a start themselves; this bound should be longer.
+      - How long to wait in all, in seconds.
+      - Unit files bound stops and starts themselves; this bound should be longer.
     type: int
     default: 5400
   restart_stale:
@@ -86,6 +89,11 @@ after:
   type: dict
   sample: {tp: {active: active, enabled: true, installed: true, restarts: 0, result: success, stale: false,
     since: 'Mon 2026-11-30 08:05:00 UTC', status: serving, sub: running}}
+reached:
+  description: Whether the mode is reached, in check mode whether it was.
+  returned: success
+  type: bool
+  sample: true
 actions:
   description: The calls of systemctl, in order, that were made or, in check mode, would be.
   returned: success
@@ -93,13 +101,19 @@ actions:
   elements: str
   sample: [enable vllm-tp.service, disable vllm-replica.service, stop vllm-replica.service, start vllm-tp.service]
 durations:
-  description: Seconds that each action took; C(ready) is the wait from the start to the first real completion.
-  returned: when something was done
+  description:
+    - The phases that the Spark went through while it was waited for, and the seconds of each.
+    - Each is what the units say of themselves, so C(draining), C(stopping), C(loading), C(verifying) and others.
+  returned: when it was waited for
   type: dict
-  sample: {stop vllm-replica.service: 4.2, ready: 312.0}
+  sample: {draining: 4.2, stopping: 1.0, loading: 310.6, verifying: 0.8}
+engine_seconds:
+  description: What the engine took from the start of its container to its first real completion; none in mode V(stopped).
+  returned: when it was waited for and the mode was reached
+  type: float
+  sample: 305.4
 """
 
-import time
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
@@ -113,20 +127,10 @@ GUARD = "/run/vllm-mode.guard"
 
 
 def main() -> None:
-    """Read, compare, act, wait, report."""
-    module = AnsibleModule(
-        argument_spec={
-            "mode": {"type": "str", "required": True, "choices": ["replica", "tp", "stopped"]},
-            "wait": {"type": "bool", "default": True},
-            "timeout": {"type": "int", "default": 5400},
-            "restart_stale": {"type": "bool", "default": False},
-            "restart": {"type": "bool", "default": False},
-        },
-        supports_check_mode=True,
-    )
+    """Read, compare, act, report; the action of the same name waits."""
+    module = AnsibleModule(argument_spec=modes.ARGUMENTS, supports_check_mode=True)
     mode: str = module.params["mode"]
     spark = Spark(module)
-    durations: dict[str, float] = {}
     with alone(GUARD, pretend=module.check_mode):
         before = spark.units()
         # On a bare host check mode runs before the units are there; the run itself would have installed them.
@@ -136,47 +140,19 @@ def main() -> None:
                 "Install it first: ansible-playbook playbooks/site.yml"
             )
         change = modes.change(before, mode, module.params["restart_stale"], module.params["restart"])
-        result: dict[str, t.Any] = {
-            "changed": bool(change.steps),
-            "before": {name: unit.told() for name, unit in before.items()},
-            "actions": [str(step) for step in change.steps],
-            "diff": change.diff(),
-            "durations": durations,
-        }
         if not module.check_mode:
-            for step, action in zip(change.steps, result["actions"], strict=True):
-                begin = time.monotonic()
+            for step in change.steps:
                 spark.do(step)
-                durations[action] = round(time.monotonic() - begin, 1)
-    if not module.check_mode and mode != "stopped" and module.params["wait"]:
-        begin = time.monotonic()
-        unit = spark.wait(mode, module.params["timeout"])
-        durations["ready"] = round(time.monotonic() - begin, 1)
-        if unit.active != "active":
-            fail(module, spark, mode, unit, result)
-    result["after"] = (
-        result["before"] if module.check_mode else {name: unit.told() for name, unit in spark.units().items()}
-    )
+    after = before if module.check_mode or not change.steps else spark.units()
+    result: dict[str, t.Any] = {
+        "changed": bool(change.steps),
+        "before": {name: unit.told() for name, unit in before.items()},
+        "after": {name: unit.told() for name, unit in after.items()},
+        "actions": [str(step) for step in change.steps],
+        "diff": change.diff(),
+        "reached": modes.progress(after, mode).reached,
+    }
     module.exit_json(**result)
-
-
-def fail(module: AnsibleModule, spark: Spark, mode: str, unit: modes.Unit, result: dict[str, t.Any]) -> None:
-    """Say why the unit does not serve, with its last lines, and what to do."""
-    if unit.down:
-        state = (
-            f"failed ({unit.result}); systemd tries again by itself"
-            if unit.waiting_to_restart
-            else f"has failed ({unit.result})"
-        )
-    elif unit.stopped:
-        state = "was stopped while it started"
-    else:
-        state = f"did not serve within {module.params['timeout']} s"
-    module.fail_json(
-        msg=f"{unit.name} {state}. Its status: {unit.status or 'none'}. Its last lines:\n{spark.last_lines(mode)}\n"
-        f"Look on: journalctl -u {unit.name} -e. When it is mended, run the same command again.",
-        **result,
-    )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: serving_preflight
-short_description: Check that one Spark has everything its modes need
+short_description: See whether one Spark has everything its modes need
 version_added: 0.1.0
 description:
-  - Looks for the model's folder, the image and its platform, flags that the image's engine does not know, ports that others
-    hold, and memory that the host does not have; with O(mode=tp) also for the direct link to the other Spark.
+  - Looks at the model's files, the image and its platform, flags that the image's engine does not know, ports that others hold,
+    memory, disk, and what else uses the GPU; with O(mode) also whether the installed files are those of O(files), and with
+    O(mode=tp) at the direct link to the other Spark.
   - Reports everything that is wrong at once, and changes nothing on the host but a cache of the flags that an image knows.
-  - Meant to run before anything is stopped.
+  - Does not fail for what it finds. What must be the same on all Sparks is returned, for whoever has asked them all.
 options:
   mode:
     description: The mode that shall be possible with what is installed.
@@ -24,13 +25,43 @@ options:
       - Exactly one of O(mode) and O(configs) must be given.
     type: list
     elements: dict
+  files:
+    description:
+      - The path of each file that must be installed to the SHA-256 of what must be in it.
+      - Given as the files hold a secret; what is shown is their names.
+    type: dict
+    default: {}
+  neighbours:
+    description: Names of containers, units and processes that may use the GPU beside the engine.
+    type: list
+    elements: str
+    default: []
+  disk_reserved_gib:
+    description: Space in GiB that must be free on each file system that an engine writes to.
+    type: float
+    default: 5.0
+  cache_directory:
+    description: The folder for what the engine compiles.
+    type: path
+    default: /var/cache/vllm
+  hcas:
+    description: The RDMA devices of the direct link that the engine uses.
+    type: list
+    elements: str
+    default: []
+  clock:
+    description: The time on the machine that asks, in seconds since 1970; without it RV(ignore:clock_ahead) is not told.
+    type: float
 extends_documentation_fragment:
   - twospark.serving.attributes
 attributes:
   check_mode:
-    details: An image that is not there yet is no failure in check mode, since the run itself would bring it.
+    details: An image that is not there yet is no problem in check mode, since the run itself would bring it.
   diff_mode:
     support: none
+seealso:
+  - plugin: twospark.serving.preflight_problems
+    plugin_type: filter
 author:
   - The twospark.serving founders (@twospark)
 """
@@ -39,16 +70,18 @@ EXAMPLES = r"""
 - name: Is everything there for tensor parallelism?
   twospark.serving.serving_preflight:
     mode: tp
+  register: found
 
 - name: Would these settings work?
   twospark.serving.serving_preflight:
     configs: ["{{ plan.replica.config }}", "{{ plan.tp.config }}"]
+  register: found
 """
 
 RETURN = r"""
 problems:
-  description: What is wrong, each with what is allowed and what to do; empty when all is well.
-  returned: always
+  description: What is wrong on this host, each with what is allowed and what to do; empty when all is well.
+  returned: success
   type: list
   elements: str
   sample: ["model folder /srv/models/x does not exist"]
@@ -57,21 +90,42 @@ image_id:
   returned: success
   type: str
   sample: sha256:5d0da3dc976460b72c77d94c8a1ad043720b0416bfc16c52c45d4847e53fadb6
+model:
+  description: The name under which the model is served.
+  returned: success
+  type: str
+  sample: qwen3.8-flash-next
+weights:
+  description: Each of the model's files to its size in bytes, and of a small one also to a digest.
+  returned: success
+  type: dict
+  sample: {config.json: 717 0a1b2c3d4e5f6071, model.safetensors: '855440000'}
+clock_ahead:
+  description: How many seconds this host's clock is ahead of the one that asks; the way there counts, too.
+  returned: when O(clock) is given
+  type: float
+  sample: 0.4
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
+import socket
+import time
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.twospark.serving.plugins.module_utils import _fabric as fabric
 from ansible_collections.twospark.serving.plugins.module_utils import _modes as modes
 from ansible_collections.twospark.serving.plugins.module_utils import _preflight as preflight
-from ansible_collections.twospark.serving.plugins.module_utils._spark import Spark
+from ansible_collections.twospark.serving.plugins.module_utils import _weights as weights
+from ansible_collections.twospark.serving.plugins.module_utils._spark import STATE_DIRECTORY, Spark, read
 
-FLAGS_DIRECTORY = "/var/lib/vllm/flags"
+FLAGS_DIRECTORY = f"{STATE_DIRECTORY}/flags"
+GIB = 2**30
 
 
 class Preflight:
@@ -80,33 +134,20 @@ class Preflight:
     def __init__(self, module: AnsibleModule, config: dict[str, t.Any]) -> None:
         self.module = module
         self.config = config
+        self.spark = Spark(module)
         self.problems: list[str] = []
         self.docker = module.get_bin_path("docker")
         self.image_id = ""
 
-    def look(self, fabric: bool) -> list[str]:
-        """Everything that is wrong; ``fabric`` says whether the direct link is looked at, too."""
-        self.model()
+    def look(self) -> list[str]:
+        """Everything that is wrong with what the mode needs of its host."""
+        self.problems += weights.problems(self.config["model"])
         self.image_id = self.image()
         if self.image_id:
             self.flags(self.image_id)
-        self.ports()
+        self.problems += self.spark.port_problems(self.config)
         self.memory()
-        if fabric:
-            self.fabric()
         return self.problems
-
-    def model(self) -> None:
-        folder = self.config["model"]
-        if not os.path.isdir(folder):
-            self.problems.append(
-                f"model folder {folder} (vllm_model_path) does not exist on this host. Put the model's files there, or set "
-                "vllm_model_path to the folder that has them."
-            )
-        elif not os.path.isfile(os.path.join(folder, "config.json")):
-            self.problems.append(
-                f"model folder {folder} (vllm_model_path) has no config.json, so it holds no whole model. Copy it again."
-            )
 
     def image(self) -> str:
         """Judge the image and return its id (empty when it is not there)."""
@@ -148,24 +189,63 @@ class Preflight:
             argv = preflight.engine_arguments(self.config["command"], self.config["image"])
             self.problems += preflight.flag_problems(argv, known, self.config["image"])
 
-    def ports(self) -> None:
-        socket_statistics = self.module.get_bin_path("ss")
-        if not socket_statistics:
-            return
-        _status, out, _err = self.module.run_command([socket_statistics, "-Hltnp"])
-        wanted = preflight.wanted_ports(self.config)
-        listeners = [
-            preflight.Listener(port, pid, name, _read(f"/proc/{pid}/cgroup"))
-            for port, pid, name in preflight.parse_listeners(out)
-            if port in wanted.values()
-        ]
-        self.problems += preflight.port_problems(wanted, listeners, self._our_containers())
-
     def memory(self) -> None:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.problems += preflight.memory_problems(self.config["memory"]["budget_gib"], total)
+        told = dict(line.split(":") for line in read("/proc/meminfo").splitlines())
+        total, available = (int(told[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+        units = self.spark.units()
+        running = [self.spark.config(mode) for mode, unit in units.items() if not unit.stopped]
+        ours = sum(config["memory"]["budget_gib"] for config in running if config)
+        self.problems += preflight.memory_problems(
+            self.config["memory"]["budget_gib"], total, available, ours
+        )
 
-    def fabric(self) -> None:
+    def disk(self) -> None:
+        """The file systems that an engine writes to; each is named by the first folder that is on it."""
+        folders = [self.module.params["cache_directory"], STATE_DIRECTORY, "/var/lib/docker"]
+        if self.docker:
+            status, out, _err = self.module.run_command([self.docker, "info", "--format={{.DockerRootDir}}"])
+            folders[-1] = out.strip() if not status and out.strip() else folders[-1]
+        free: dict[int, tuple[str, float]] = {}
+        for folder in folders:
+            there = folder
+            while not os.path.exists(there):
+                there = os.path.dirname(there)
+            space = os.statvfs(there)
+            free.setdefault(os.stat(there).st_dev, (folder, space.f_bavail * space.f_frsize / GIB))
+        self.problems += preflight.disk_problems(dict(free.values()), self.module.params["disk_reserved_gib"])
+
+    def neighbours(self) -> None:
+        """What else uses the GPU, or starts engines by itself."""
+        containers = self.spark.containers()
+        found = preflight.containers_on_gpu(containers)
+        systemctl = self.module.get_bin_path("systemctl", required=True)
+        kinds = "--type=service,timer"
+        for arguments in (
+            ["list-units", kinds, "--state=active,activating"],
+            ["list-unit-files", kinds, "--state=enabled"],
+        ):
+            _status, out, _err = self.module.run_command(
+                [systemctl, *arguments, "--plain", "--no-legend", "--no-pager"]
+            )
+            found += preflight.launching_units(out)
+        nvidia_smi = self.module.get_bin_path("nvidia-smi")
+        if nvidia_smi:
+            _status, out, _err = self.module.run_command(
+                [nvidia_smi, "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+            )
+            pids = (line.partition(",")[0].strip() for line in out.splitlines())
+            cgroups = {int(pid): read(f"/proc/{pid}/cgroup") for pid in pids if pid.isdigit()}
+            found += preflight.processes_on_gpu(out, cgroups, [one["Id"] for one in containers])
+        self.problems += preflight.neighbour_problems(dict.fromkeys(found), self.module.params["neighbours"])
+
+    def files(self) -> None:
+        """Installed files that are not as the inventory says."""
+        wanted: dict[str, str] = self.module.params["files"]
+        self.problems += preflight.file_problems(
+            [path for path, digest in wanted.items() if _digest(path) != digest]
+        )
+
+    def direct_link(self) -> None:
         """The direct link to the other Spark; only what is about to start needs it."""
         pair = self.config["pair"]
         tools = {name: self.module.get_bin_path(name) for name in ("ip", "ping")}
@@ -176,18 +256,39 @@ class Preflight:
             )
             return
         _status, out, _err = self.module.run_command([tools["ip"], "-json", "route", "get", pair["peer"]])
-        link = preflight.parse_route(out)
+        link = fabric.parse_route(out)
         if link and not link.router:
-            mtu = int(_read(f"/sys/class/net/{link.device}/mtu") or 0)
+            mtu = int(read(f"/sys/class/net/{link.device}/mtu") or 0)
             ping = [tools["ping"], "-c", "2", "-i", "0.2", "-W", "1", "-M", "do"]
-            size = str(preflight.payload(pair["peer"], mtu))
+            size = str(fabric.payload(pair["peer"], mtu))
             link = dataclasses.replace(
                 link,
                 mtu=mtu,
                 answers=self.module.run_command([*ping, pair["peer"]])[0] == 0,
                 answers_whole=self.module.run_command([*ping, "-s", size, pair["peer"]])[0] == 0,
             )
-        self.problems += preflight.fabric_problems(pair, link)
+        problems = fabric.link_problems(pair, link)
+        if not problems:
+            ports = preflight.pair_ports(self.config)
+            problems = fabric.port_problems(
+                pair["peer"], [port for port in ports if _is_silent(pair["peer"], port)]
+            )
+        rails = {name: self._rail(name, str(tools["ip"])) for name in self.module.params["hcas"]}
+        self.problems += problems + fabric.rail_problems(rails)
+
+    def _rail(self, name: str, ip: str) -> fabric.Rail:
+        # NCCL also takes "=name" and "name:port".
+        device, _colon, port = name.lstrip("=").partition(":")
+        folder = f"/sys/class/infiniband/{device}"
+        if not os.path.isdir(folder):
+            return fabric.Rail(exists=False)
+        try:
+            interface = os.listdir(f"{folder}/device/net")[0]
+        except (OSError, IndexError):
+            interface = ""
+        _status, out, _err = self.module.run_command([ip, "-json", "address", "show", "dev", interface])
+        state = read(f"{folder}/ports/{port or 1}/state").strip()
+        return fabric.Rail(True, state, interface, fabric.networks(out))
 
     def _ask_engine(self) -> list[str]:
         command = preflight.help_command(self.config["command"], self.config["image"])
@@ -201,29 +302,40 @@ class Preflight:
             return []
         return known
 
-    def _our_containers(self) -> list[str]:
-        if not self.docker:
-            return []
-        _status, out, _err = self.module.run_command(
-            [self.docker, "inspect", "--format={{.Id}}", *preflight.OUR_CONTAINERS]
-        )
-        return [line for line in out.split() if len(line) == 64]
 
-
-def _read(path: str) -> str:
+def _is_silent(address: str, port: int) -> bool:
+    """Is a connection neither taken nor refused? Somebody who refuses was reached."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        with socket.create_connection((address, port), timeout=2):
+            return False
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
     except OSError:
         return ""
 
 
 def main() -> None:
     """Look at everything, then report everything."""
+    asked = time.time()
     module = AnsibleModule(
         argument_spec={
             "mode": {"type": "str", "choices": ["replica", "tp"]},
             "configs": {"type": "list", "elements": "dict"},
+            # Digests of files with secrets.
+            "files": {"type": "dict", "default": {}, "no_log": True},
+            "neighbours": {"type": "list", "elements": "str", "default": []},
+            "disk_reserved_gib": {"type": "float", "default": 5.0},
+            "cache_directory": {"type": "path", "default": "/var/cache/vllm"},
+            "hcas": {"type": "list", "elements": "str", "default": []},
+            "clock": {"type": "float"},
         },
         required_one_of=[("mode", "configs")],
         mutually_exclusive=[("mode", "configs")],
@@ -231,23 +343,35 @@ def main() -> None:
     )
     mode: str | None = module.params["mode"]
     configs: list[dict[str, t.Any]] = module.params["configs"] or []
+    problems: list[str] = []
     if mode:
         installed = Spark(module).config(mode)
-        if installed is None:
-            module.fail_json(
-                msg=f"Mode {mode} is not installed on this host. Nothing was stopped. Install it: ansible-playbook playbooks/site.yml",
-                problems=[],
+        configs = [installed] if installed else []
+        if not installed:
+            problems.append(
+                f"mode {mode} is not installed on this host. Install it: ansible-playbook playbooks/site.yml"
             )
-        configs = [t.cast("dict[str, t.Any]", installed)]
     # The modes share most of what they need: what is missing for both is said once.
     looks = [Preflight(module, config) for config in configs]
-    problems = list(dict.fromkeys(problem for look in looks for problem in look.look(fabric=mode == "tp")))
-    if problems:
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        module.fail_json(
-            msg=f"This Spark lacks what it needs. Nothing was stopped.\n{listed}", problems=problems
-        )
-    module.exit_json(changed=False, problems=problems, image_id=looks[0].image_id)
+    for look in looks:
+        problems += look.look()
+    if looks:
+        host = Preflight(module, configs[-1])
+        host.disk()
+        host.neighbours()
+        host.files()
+        if mode == "tp":
+            host.direct_link()
+        problems += host.problems
+    result: dict[str, t.Any] = {
+        "problems": list(dict.fromkeys(problems)),
+        "image_id": looks[0].image_id if looks else "",
+        "model": configs[0]["served_model_name"] if configs else "",
+        "weights": weights.fingerprints(configs[0]["model"]) if configs else {},
+    }
+    if module.params["clock"] is not None:
+        result["clock_ahead"] = round(asked - module.params["clock"], 1)
+    module.exit_json(changed=False, **result)
 
 
 if __name__ == "__main__":

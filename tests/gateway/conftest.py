@@ -226,6 +226,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     # The same worker, and all the patience that is usual.
     "patient": {**COMMON, "gateway_workers": [{**SPARK_A, "max_requests": 1}]},
+    # A copy and a server of embeddings, for clients with keys that shall come again soon.
+    "sdk": {
+        **COMMON,
+        "gateway_workers": [SPARK_A, EMBED],
+        "gateway_api_key": KEYS["operator"],
+        "gateway_clients": [
+            {"name": "alice", "key": KEYS["alice"], "max_requests": 1},
+            {"name": "bob", "key": KEYS["bob"], "requests_per_minute": 1},
+        ],
+        "gateway_hold_seconds": 5,
+        "gateway_retry_after": 1,
+    },
     # Nothing but the addresses given: the workers come from the group of Sparks.
     "default": {"ansible_host": "192.0.2.20"},
 }

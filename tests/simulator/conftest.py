@@ -53,10 +53,16 @@ class Engine:
     """One `vllm serve` that runs; its address, its processes, its log, and an HTTP client."""
 
     def __init__(
-        self, model: Path, log: Path, *flags: str, address: str = "127.0.0.1", **environment: str
+        self,
+        model: Path,
+        log: Path,
+        *flags: str,
+        address: str = "127.0.0.1",
+        port: int,
+        **environment: str,
     ) -> None:
         self.address = address
-        self.port = free_port()
+        self.port = port
         self.log_path = log
         command = [
             sys.executable,
@@ -207,7 +213,8 @@ def _starter(model: Path, folder: Path) -> Iterator[StartEngine]:
 
     def start(*flags: str, address: str = "127.0.0.1", **environment: str) -> Engine:
         flags = ("--served-model-name", Engine.model_name, *flags)
-        engine = Engine(model, folder / f"{len(engines)}.log", *flags, address=address, **environment)
+        log = folder / f"{len(engines)}.log"
+        engine = Engine(model, log, *flags, address=address, port=free_port(), **environment)
         engines.append(engine)
         return engine
 

@@ -118,3 +118,84 @@ def test_a_masked_unit_counts_as_not_installed() -> None:
 
 def test_tail() -> None:
     assert modes.tail(["a", "", "b  ", "c"], 2) == "b\nc"
+
+
+DRAINING: dict[str, Any] = {
+    "active": "deactivating",
+    "sub": "stop-sigterm",
+    "status": "draining: 3 in flight, 8 s",
+    "job": True,
+}
+QUEUED: dict[str, Any] = {"status": "failed: of a former life", "job": True}
+
+
+@pytest.mark.parametrize(
+    ("replica", "tp", "wish", "settled", "reached", "phase", "status"),
+    [
+        # The one that stops is told of until it has stopped, also before systemd has begun with it.
+        (DRAINING, QUEUED, "tp", False, False, "draining", "draining: 3 in flight, 8 s"),
+        ({"active": "active", "status": "serving: 3 running", "job": True}, QUEUED, "tp", False, False, "serving", "serving: 3 running"),
+        (DRAINING, {}, "stopped", False, False, "draining", "draining: 3 in flight, 8 s"),
+        ({**DRAINING, "status": ""}, {}, "stopped", False, False, "stopping", "stopping"),
+        ({}, {}, "stopped", True, True, "stopped", "stopped"),
+        ({"active": "failed"}, {}, "stopped", True, True, "stopped", "stopped"),
+        # Then the one that starts; what it said in a former life is of no interest.
+        ({}, QUEUED, "tp", False, False, "starting", "starting"),
+        ({}, {**LOADING, "status": "loading: weights 40%, 31 s"}, "tp", False, False, "loading", "loading: weights 40%, 31 s"),
+        ({}, {**RUNNING, "status": "serving"}, "tp", True, True, "serving", "serving"),
+        # A restart was asked for and has not begun.
+        ({**RUNNING, "job": True, "status": "serving"}, {}, "replica", False, False, "serving", "serving"),
+        (DRAINING, {}, "replica", False, False, "draining", "draining: 3 in flight, 8 s"),
+        # Nothing comes of it any more.
+        ({}, {**FAILED, "status": "failed: no memory"}, "tp", True, False, "failed", "failed: no memory"),
+        ({}, {**WAITING, "status": "failed: no memory"}, "tp", True, False, "failed", "failed: no memory"),
+        ({}, {}, "tp", True, False, "stopped", ""),
+    ],
+)  # fmt: skip
+def test_how_far_it_is(
+    replica: dict[str, Any],
+    tp: dict[str, Any],
+    wish: str,
+    settled: bool,
+    reached: bool,
+    phase: str,
+    status: str,
+) -> None:
+    units = {"replica": unit("replica", **replica), "tp": unit("tp", **tp)}
+    assert modes.progress(units, wish) == modes.Progress(settled, reached, phase, status)
+
+
+@pytest.mark.parametrize(
+    ("replica", "tp", "wish", "words"),
+    [
+        (DRAINING, QUEUED, "tp", "vllm-replica.service has not stopped yet. Its status: draining"),
+        ({}, LOADING, "tp", "vllm-tp.service does not serve yet. Its status: none"),
+        ({}, FAILED, "tp", "vllm-tp.service has failed (exit-code)."),
+        ({}, WAITING, "tp", "vllm-tp.service failed (success); systemd tries again by itself."),
+        ({}, {}, "tp", "vllm-tp.service was stopped while it started."),
+        (DRAINING, {}, "stopped", "vllm-replica.service has not stopped yet."),
+    ],
+)
+def test_why_a_mode_is_not_reached(
+    replica: dict[str, Any], tp: dict[str, Any], wish: str, words: str
+) -> None:
+    units = {"replica": unit("replica", **replica), "tp": unit("tp", **tp)}
+    said = modes.unreached(units, wish, lambda mode: f"lines of {mode}")
+    assert words in said
+    blamed = "replica" if "vllm-replica" in words else "tp"
+    assert f"lines of {blamed}" in said
+    assert f"journalctl -u vllm-{blamed}.service -e" in said
+
+
+def test_what_is_told_meanwhile() -> None:
+    watch = modes.Watch("spark-a", 100.0)
+    looks = [
+        (100.5, "draining", "draining: 3 in flight, 0 s", "spark-a 0:00 draining: 3 in flight, 0 s"),
+        (110.5, "draining", "draining: 3 in flight, 10 s", ""),
+        (129.0, "draining", "draining: 1 in flight, 28 s", ""),
+        (130.5, "draining", "draining: 1 in flight, 30 s", "spark-a 0:30 draining: 1 in flight, 30 s"),
+        (134.0, "loading", "loading: 0 s", "spark-a 0:34 loading: 0 s"),
+        (200.0, "serving", "", "spark-a 1:40 serving"),
+    ]
+    assert [watch.see(*look[:3]) for look in looks] == [look[3] for look in looks]
+    assert watch.durations == {"draining": 33.5, "loading": 66.0}

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import pytest
 
 from ansible_collections.twospark.serving.plugins.module_utils import _preflight as preflight
@@ -40,15 +43,30 @@ ID = "4f" * 32
 )
 def test_a_port_may_be_free_or_ours(cgroup: str, fine: bool) -> None:
     listener = preflight.Listener(8000, 71, "nginx", cgroup)
-    problems = preflight.port_problems({"vllm_port": 8000}, [listener], [ID])
+    problems = preflight.port_problems({"vllm_port": 8000}, [listener], {ID: "vllm-tp", "ab" * 32: "other"})
     assert bool(problems) is not fine
     if not fine:
         assert all(word in problems[0] for word in ("8000", "vllm_port", "nginx", "71"))
 
 
+@pytest.mark.parametrize(
+    ("name", "cgroup", "stop"),
+    [
+        ("nginx", "0::/system.slice/nginx.service\n", "systemctl disable --now nginx.service"),
+        ("python3", f"0::/system.slice/docker-{ID}.scope\n", "docker stop sglang"),
+        ("docker-proxy", "0::/system.slice/docker.service\n", "docker stop CONTAINER"),
+        ("python3", "0::/user.slice/user-1000.slice/session-3.scope\n", "kill 71"),
+    ],
+)
+def test_whoever_holds_a_port_is_named_with_what_ends_that(name: str, cgroup: str, stop: str) -> None:
+    listener = preflight.Listener(8000, 71, name, cgroup)
+    (problem,) = preflight.port_problems({"vllm_port": 8000}, [listener], {ID: "sglang"})
+    assert f"Stop that: {stop}" in problem
+
+
 def test_ports_that_nobody_asked_for_do_not_matter() -> None:
     listener = preflight.Listener(22, 1, "sshd", "")
-    assert preflight.port_problems({"vllm_port": 8000, "other": None}, [listener], []) == []
+    assert preflight.port_problems({"vllm_port": 8000, "other": None}, [listener], {}) == []
 
 
 HELP = """\
@@ -124,9 +142,130 @@ def test_platform(architecture: str, machine: str, fine: bool) -> None:
     assert (preflight.platform_problems("img", "linux", architecture, machine) == []) is fine
 
 
-def test_memory() -> None:
-    assert preflight.memory_problems(90, 128 * 2**30) == []
-    assert "vllm_gpu_memory_utilization" in preflight.memory_problems(130, 128 * 2**30)[0]
+@pytest.mark.parametrize(
+    ("available", "ours", "words"),
+    [
+        (100.0, 0.0, []),
+        (20.0, 88.0, []),
+        (20.0, 60.0, ["given 90 GiB (vllm_gpu_memory_utilization", "80.0 GiB", "with our engine stopped"]),
+        (60.0, 0.0, ["60.0 GiB of this host are available.", "docker stats"]),
+    ],
+)
+def test_memory(available: float, ours: float, words: list[str]) -> None:
+    problems = preflight.memory_problems(90, 121.0, available, ours)
+    assert bool(problems) == bool(words)
+    assert all(word in problems[0] for word in words), problems
+
+
+def test_more_memory_than_there_is() -> None:
+    assert "121.0 GiB of memory in all" in preflight.memory_problems(130, 121.0, 200.0, 0.0)[0]
+
+
+def test_disk() -> None:
+    (problem,) = preflight.disk_problems({"/var/cache/vllm": 4.94, "/var/lib/docker": 5.0}, 5)
+    assert all(word in problem for word in ("/var/cache/vllm has 4.9 GiB", "vllm_disk_reserved_gib"))
+
+
+def container(name: str, image: str = "img", **host: Any) -> dict[str, Any]:
+    return {"Id": ID, "Name": f"/{name}", "Config": {"Image": image}, "HostConfig": host}
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ({"DeviceRequests": [{"Driver": "", "Count": -1}]}, True),
+        ({"Runtime": "nvidia"}, True),
+        ({"Devices": [{"PathOnHost": "/dev/nvidia0"}]}, True),
+        ({"Runtime": "runc", "DeviceRequests": None, "Devices": [{"PathOnHost": "/dev/fuse"}]}, False),
+    ],
+)
+def test_containers_on_the_gpu(host: dict[str, Any], found: bool) -> None:
+    assert bool(preflight.containers_on_gpu([container("trainer", **host)])) is found
+    assert preflight.containers_on_gpu([container("vllm-replica", **host)]) == []
+
+
+UNITS = """\
+vllm-replica.service   loaded active running vLLM
+vllm-watchdog.timer    loaded active waiting
+ollama.service         loaded active running
+vllm-watchdog.timer    enabled enabled
+my-SGLang.service      enabled enabled
+"""
+
+
+def test_units_that_look_after_engines() -> None:
+    found = preflight.launching_units(UNITS)
+    assert [one.name for one in found] == ["vllm-watchdog.timer", "my-SGLang.service"]
+    assert found[0].stop == "systemctl disable --now vllm-watchdog.timer"
+
+
+def test_processes_on_the_gpu() -> None:
+    told = "71, /usr/bin/python3\n72, VLLM::EngineCore\n73, ollama\n74, trainer\n[N/A], Xorg\n"
+    cgroups = {
+        71: "0::/user.slice/session-3.scope\n",
+        72: f"0::/system.slice/docker-{ID}.scope\n",
+        73: "0::/system.slice/ollama.service\n",
+        74: "0::/system.slice/vllm-tp.service\n",
+    }
+    found = preflight.processes_on_gpu(told, cgroups, [ID])
+    assert [(one.name, one.stop) for one in found] == [
+        ("/usr/bin/python3", "kill 71"),
+        ("ollama.service", "systemctl stop ollama.service"),
+    ]
+
+
+def test_neighbours_that_are_allowed_are_none() -> None:
+    both = [preflight.Neighbour("the unit", "a.service", "stop a"), preflight.Neighbour("the unit", "b", "x")]
+    (problem,) = preflight.neighbour_problems(both, ["b"])
+    assert all(word in problem for word in ("a.service", "stop a", "vllm_gpu_neighbours", "reserved_gib"))
+
+
+def test_files_that_are_not_as_wanted() -> None:
+    digests = preflight.file_digests({"tp.json": "{}\n", "ä": "ä"}, "/etc/vllm")
+    assert list(digests) == ["/etc/vllm/tp.json", "/etc/vllm/ä"]
+    assert digests["/etc/vllm/tp.json"] == hashlib.sha256(b"{}\n").hexdigest()
+    assert preflight.file_problems([]) == []
+    assert "site.yml" in preflight.file_problems(["/etc/vllm/tp.json"])[0]
+
+
+GOOD: dict[str, Any] = {
+    "problems": [],
+    "image_id": "sha256:1",
+    "model": "m",
+    "weights": {"config.json": "7 a", "model.safetensors": "9"},
+    "clock_ahead": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({}, []),
+        ({"problems": ["no x", "no y"]}, ["b: no x", "b: no y"]),
+        ({"image_id": "sha256:2"}, ["the image is not the same on all Sparks: a sha256:1, b sha256:2"]),
+        # Where there is none another line says so.
+        ({"image_id": "", "weights": {}}, []),
+        ({"weights": {"config.json": "7 b", "model.safetensors": "9"}}, ["not the same on a, b: config.json"]),
+        ({"model": "n", "weights": {"config.json": "8 b"}}, []),
+        ({"clock_ahead": -30.0}, ["the clocks of the Sparks differ (beside this machine: a +0 s, b -30 s)"]),
+        ({"clock_ahead": 9.0}, []),
+    ],
+)  # fmt: skip
+def test_what_is_in_the_way_on_all_sparks(other: dict[str, Any], words: list[str]) -> None:
+    problems = preflight.preflight_problems({"a": GOOD, "b": {**GOOD, **other}})
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True)), problems
+
+
+def test_a_spark_that_is_not_reached_hides_nothing_of_the_others() -> None:
+    lost = {"unreachable": True, "msg": "no route to host"}
+    failed = {"failed": True, "msg": "sudo: a password is required"}
+    problems = preflight.preflight_problems({"a": {**GOOD, "problems": ["no x"]}, "b": lost, "c": failed})
+    assert problems == [
+        "a: no x",
+        "b is not reached: no route to host. Try it by hand: ansible -m ansible.builtin.ping b",
+        "c: sudo: a password is required",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,41 +285,8 @@ def test_wanted_ports(config: dict[str, object], ports: dict[str, int]) -> None:
     assert preflight.wanted_ports(config) == ports
 
 
-PAIR = {"rank": 0, "head": "192.0.2.1", "peer": "192.0.2.2"}
-ROUTE = '[{"dst":"192.0.2.2","dev":"enp1s0f1np1","prefsrc":"192.0.2.1","flags":[],"uid":0,"cache":[]}]'
-OVER_A_ROUTER = '[{"dst":"192.0.2.2","gateway":"10.0.0.1","dev":"eth0","prefsrc":"10.0.0.7","flags":[]}]'
-
-
 @pytest.mark.parametrize(
-    ("text", "link"),
-    [
-        (ROUTE, preflight.Link("enp1s0f1np1", "", "192.0.2.1")),
-        (OVER_A_ROUTER, preflight.Link("eth0", "10.0.0.1", "10.0.0.7")),
-        ("", None),
-        ("[]", None),
-        ("[ { } ]", None),
-    ],
+    ("argv", "ports"), [(["vllm", "serve"], [9403]), (["--master-port", "29501", "--x"], [9403, 29501])]
 )
-def test_reading_a_route(text: str, link: preflight.Link | None) -> None:
-    assert preflight.parse_route(text) == link
-
-
-@pytest.mark.parametrize(
-    ("rank", "link", "words"),
-    [
-        (0, preflight.Link("enp1", "", "192.0.2.1", 9000), ""),
-        (1, preflight.Link("enp1", "", "192.0.2.9", 9000), ""),
-        (0, None, "there is no way"),
-        (0, preflight.Link("eth0", "10.0.0.1", "10.0.0.7"), "over the router 10.0.0.1"),
-        (0, preflight.Link("enp2", "", "192.0.2.9", 9000), "from 192.0.2.9 on enp2"),
-        (0, preflight.Link("enp1", "", "192.0.2.1", 9000, answers=False), "does not answer on enp1"),
-        (0, preflight.Link("enp1", "", "192.0.2.1", 9000, answers_whole=False), "packets of 9000 bytes"),
-    ],
-)
-def test_the_direct_link(rank: int, link: preflight.Link | None, words: str) -> None:
-    problems = preflight.fabric_problems({**PAIR, "rank": rank}, link)
-    assert [words in problem for problem in problems] == ([True] if words else [])
-
-
-def test_the_largest_ping() -> None:
-    assert (preflight.payload("192.0.2.2", 9000), preflight.payload("2001:db8::2", 1500)) == (8972, 1452)
+def test_ports_of_the_other_spark(argv: list[str], ports: list[int]) -> None:
+    assert preflight.pair_ports({"pair": {"heartbeat_port": 9403}, "command": argv}) == ports

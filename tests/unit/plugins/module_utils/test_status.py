@@ -51,6 +51,11 @@ STRUCK = {**GOOD, "agent": {**GOOD["agent"], "strikes": 2}}
 UP = {"status": 200}
 
 
+def test_when_all_are_stopped_it_says_what_serves_again() -> None:
+    stopped = {"a": spark("stopped", None), "b": spark("stopped", None)}
+    assert "switch_mode.yml -e mode=replica (or tp)" in status.status_report(stopped, {})["table"][-1]
+
+
 @pytest.mark.parametrize(
     ("sparks", "gateway", "words"),
     [
@@ -78,7 +83,16 @@ UP = {"status": 200}
         ({"a": spark(replica=unit("activating", status="loading 40 %"))}, UP, "loading 40 %"),
         ({"a": spark(replica=unit("inactive"))}, UP, "does not serve yet"),
         ({"a": spark(replica=unit("active"), tp=unit("activating"))}, UP, "runs tp, which is not wanted"),
-        ({"a": spark("stopped", replica=unit("active"))}, UP, "runs replica, which is not wanted"),
+        (
+            {"a": spark("stopped", replica=unit("active"))},
+            UP,
+            "runs replica, and no mode is enabled there, so a reboot ends it",
+        ),
+        (
+            {"a": {**spark(replica=unit("failed")), "port_problems": ["port 8000 is taken"]}},
+            UP,
+            "a: port 8000 is taken",
+        ),
         ({"a": spark(phase="wedged", replica=unit("active"))}, UP, "its agent is wedged"),
         ({"a": spark(phase=None, replica=unit("active"))}, UP, "its agent is silent"),
         ({"a": spark(replica=unit("active", stale=True))}, UP, "former settings"),
@@ -91,7 +105,7 @@ def test_problems(sparks: dict[str, Any], gateway: dict[str, int], words: str) -
     report = status.status_report(sparks, {"gw": gateway})
     assert bool(report["problems"]) == bool(words), report["problems"]
     assert words in "\n".join(report["problems"])
-    assert len(report["table"]) == len(sparks) + 1
+    assert [line.split()[0] for line in report["table"][1 : len(sparks) + 1]] == list(sparks)
 
 
 def test_the_table() -> None:

@@ -159,7 +159,7 @@ haproxy_frontend_http_responses_total{{proxy="metrics",code="5xx"}} 9
 
 
 def test_the_report() -> None:
-    sparks = pair(GOOD, GOOD, durations={"stop vllm-replica.service": 4.2, "ready": 312.0})
+    sparks = pair(GOOD, GOOD, durations={"draining": 4.2, "loading": 312.0}, engine=305.4)
     before = {
         "gateway": METRICS.format(held=3, away=1.5, answered=1000),
         "other": "",
@@ -185,13 +185,14 @@ def test_the_report() -> None:
     assert report["record"]["sparks"]["a"] == {
         "from": "replica",
         "to": "tp",
-        "seconds": {"stop vllm-replica.service": 4.2, "ready": 312.0},
+        "seconds": {"draining": 4.2, "loading": 312.0},
+        "engine": 305.4,
     }
     lines = [line.split() for line in report["table"] if line]
     assert lines[1] == [
         "a",
         "replica",
         "tp",
-        *["stop", "vllm-replica.service", "4.2", "s,", "ready", "312.0", "s"],
+        *["draining", "4.2", "s,", "loading", "312.0", "s"],
     ]
     assert lines[4] == ["gateway", "320.2", "s", "16", "0", "300", "0"]
