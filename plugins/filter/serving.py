@@ -7,7 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ansible_collections.twospark.serving.plugins.module_utils import _plan, _preflight, _status, _switch, _worker
+from ansible_collections.twospark.serving.plugins.module_utils import (
+    _plan,
+    _preflight,
+    _status,
+    _switch,
+    _worker,
+)
 
 
 class FilterModule:
