@@ -50,7 +50,11 @@ def link_problems(pair: Mapping[str, Any], link: Link | None) -> list[str]:
             f"the way to {peer} (fabric_address of the other Spark) leads over the router {link.router} ({link.device}), so it is not the "
             "direct link. Give both Sparks an address in one network on that link."
         ]
-    if pair["rank"] == 0 and link.source and link.source != pair["head"]:
+    if (
+        pair["rank"] == 0
+        and link.source
+        and ipaddress.ip_address(link.source) != ipaddress.ip_address(pair["head"])
+    ):
         return [
             f"this Spark speaks to {peer} from {link.source} on {link.device}, and its fabric_address is {pair['head']}. Set "
             "fabric_address to its address on the direct link, or mend the address."
@@ -76,25 +80,39 @@ def port_problems(peer: str, silent: Sequence[int]) -> list[str]:
     ]
 
 
+def chosen(wanted: Sequence[str], there: Sequence[str]) -> list[str]:
+    """The devices that NCCL takes for these words: each a prefix, or after ``=`` a whole name, and maybe with ``:PORT``. One that
+    matches nothing stands for itself. Words that exclude (``^``) choose nothing in particular."""
+    found: list[str] = []
+    for word in wanted:
+        if wanted[0].startswith("^"):
+            return []
+        name, colon, port = word.lstrip("=").partition(":")
+        matching = [one for one in there if one == name or (one.startswith(name) and word[0] != "=")]
+        found += [one + colon + port for one in sorted(matching) or [name]]
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True)
 class Rail:
     """An RDMA device of the direct link: whether it is there, its port's state (``4: ACTIVE``), its network interface, and
-    that one's networks."""
+    that one's networks and MTU in bytes."""
 
     exists: bool
     state: str = ""
     device: str = ""
     networks: tuple[str, ...] = ()
+    mtu: int = 0
 
 
 def networks(text: str) -> tuple[str, ...]:
-    """Read ``ip -json address show dev DEVICE``: its IPv4 networks."""
+    """Read ``ip -json address show dev DEVICE``: its networks, without those that every interface has."""
     try:
         found = [entry for link in json.loads(text) for entry in link.get("addr_info", ())]
         return tuple(
             str(ipaddress.ip_network(f"{entry['local']}/{entry['prefixlen']}", strict=False))
             for entry in found
-            if entry.get("family") == "inet"
+            if entry.get("scope") != "link"
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return ()
@@ -115,9 +133,15 @@ def rail_problems(rails: Mapping[str, Rail]) -> list[str]:
             )
         elif not rail.networks:
             problems.append(
-                f"{rail.device or 'the interface'} of RDMA device {name} (vllm_fabric_hcas) has no IPv4 address. Give it one, each rail "
+                f"{rail.device or 'the interface'} of RDMA device {name} (vllm_fabric_hcas) has no address. Give it one, each rail "
                 "in a network of its own."
             )
+    sizes = {name: rail.mtu for name, rail in rails.items() if rail.mtu}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{name} {mtu}" for name, mtu in sizes.items())
+        problems.append(
+            f"the RDMA devices (vllm_fabric_hcas) differ in their MTU: {told}. Set the same on all."
+        )
     # Both rails in one network: all traffic leaves by one of them.
     seen: dict[str, str] = {}
     for name, rail in rails.items():

@@ -212,7 +212,7 @@ def unreached(units: Mapping[str, Unit], mode: str, last_lines: Callable[[str], 
     elif unit.down:
         state = f"has failed ({unit.result})"
     elif unit.stopped:
-        state = "was stopped while it started"
+        state = "did not start, or was stopped meanwhile (what it needs: systemctl status docker)"
     else:
         state = "does not serve yet" if at == mode else "has not stopped yet"
     return (

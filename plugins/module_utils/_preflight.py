@@ -16,6 +16,8 @@ from . import _weights as weights
 
 OUR_UNITS = ("vllm-replica.service", "vllm-tp.service")
 OUR_CONTAINERS = ("vllm-replica", "vllm-tp")
+# Of a container that only lists its engine's flags.
+HELP_LABEL = "twospark.serving.help"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -70,7 +72,7 @@ def _owner(listener: Listener, containers: Mapping[str, str]) -> tuple[str, str]
     unit = listener.cgroup.strip().rpartition("/")[2]
     said = f"{listener.name} (pid {listener.pid})"
     # Docker listens itself for a container with a network of its own.
-    if name or listener.name == "docker-proxy":
+    if name or listener.name == "docker-proxy" or _IN_A_CONTAINER.search(listener.cgroup):
         return (
             f"{said} of the container {name}" if name else said,
             f"docker stop {name or 'CONTAINER'} (docker ps)",
@@ -111,6 +113,12 @@ def engine_arguments(docker_command: Sequence[str], image: str) -> list[str]:
     return list(docker_command[list(docker_command).index(image) + 1 :])
 
 
+def mounted_alike(docker_command: Sequence[str]) -> list[str]:
+    """The folders of the host that a ``docker run`` command mounts at the same place."""
+    volumes = (word.partition("=")[2].split(":") for word in docker_command if word.startswith("--volume="))
+    return [volume[0] for volume in volumes if len(volume) > 1 and volume[0] == volume[1]]
+
+
 def help_command(docker_command: Sequence[str], image: str) -> list[str]:
     """The command that asks the image's engine for its flags: the same container, so that it finds the same GPU and
     what is mounted read-only for it, but without name, secrets and model, with nothing it may write, and no network."""
@@ -121,7 +129,7 @@ def help_command(docker_command: Sequence[str], image: str) -> list[str]:
         for word in options
         if not word.startswith(left_out) and (not word.startswith("--volume") or word.endswith(":ro"))
     ]
-    return [*keep, "--network=none", image, "vllm", "serve", "--help=all"]
+    return [*keep, f"--label={HELP_LABEL}", "--network=none", image, "vllm", "serve", "--help=all"]
 
 
 def platform_problems(image: str, image_os: str, image_architecture: str, machine: str) -> list[str]:
@@ -134,18 +142,34 @@ def platform_problems(image: str, image_os: str, image_architecture: str, machin
     return []
 
 
-def memory_problems(budget_gib: float, total_gib: float, available_gib: float, ours_gib: float) -> list[str]:
-    """A budget that the host could not meet when our engine, which holds ``ours_gib``, has stopped."""
+@dataclass(frozen=True)
+class Process:
+    """A process: what it holds in GiB that nobody else does, its name, and the text of its /proc/PID/cgroup."""
+
+    name: str
+    gib: float
+    cgroup: str
+
+
+def memory_problems(
+    budget_gib: float, total_gib: float, processes: Iterable[Process], ours: Collection[str]
+) -> list[str]:
+    """A budget that the host could not meet when our engine has stopped: what others hold that can be proven. ``ours`` are the
+    ids of our containers. What cannot be told now the agent waits for."""
     given = f"the engine is given {budget_gib:g} GiB (vllm_gpu_memory_utilization of vllm_device_memory_gib)"
     if budget_gib > total_gib:
         return [f"{given}, and this host has {total_gib:.1f} GiB of memory in all. Lower the share."]
-    if budget_gib > available_gib + ours_gib:
-        others = f"{available_gib + ours_gib:.1f} GiB of this host are available"
-        return [
-            f"{given}, and only {others}{' with our engine stopped' if ours_gib else ''}. See what else holds memory: "
-            "ps aux --sort=-rss, docker stats, nvidia-smi. Stop that, or lower the share."
-        ]
-    return []
+    others = [
+        process for process in processes if not any(mark in process.cgroup for mark in (*OUR_UNITS, *ours))
+    ]
+    held = sum(process.gib for process in others)
+    if budget_gib + held <= total_gib:
+        return []
+    largest = sorted(others, key=lambda process: process.gib, reverse=True)[:3]
+    named = ", ".join(f"{process.name} {process.gib:.1f} GiB" for process in largest)
+    return [
+        f"{given}, and other processes hold {held:.1f} of this host's {total_gib:.1f} GiB (most of it: {named}). Stop some, or lower the share."
+    ]
 
 
 def disk_problems(free_gib: Mapping[str, float], reserved_gib: float) -> list[str]:
@@ -167,21 +191,35 @@ class Neighbour:
     stop: str
 
 
+def _container(one: Mapping[str, Any]) -> Neighbour:
+    name = str(one["Name"]).lstrip("/")
+    stop = f"docker update --restart=no {name} && docker stop {name}"
+    return Neighbour(f"the container of {one['Config']['Image']}", name, stop)
+
+
+def _uses_gpu(one: Mapping[str, Any]) -> bool:
+    host, config = one["HostConfig"], one["Config"]
+    devices = (str(device.get("PathOnHost", "")) for device in host.get("Devices") or [])
+    environment = dict(entry.partition("=")[::2] for entry in config.get("Env") or [])
+    # Where that runtime is the default, every container has it.
+    by_runtime = host.get("Runtime") == "nvidia" and (
+        environment.get("NVIDIA_VISIBLE_DEVICES", "") not in ("", "void", "none")
+    )
+    return (
+        by_runtime
+        or bool(host.get("DeviceRequests"))
+        or any(path.startswith("/dev/nvidia") for path in devices)
+    )
+
+
+def is_ours(one: Mapping[str, Any]) -> bool:
+    """Is this container (as ``docker inspect`` tells it) an engine of ours, or one that is asked for its flags?"""
+    return one["Name"].lstrip("/") in OUR_CONTAINERS or HELP_LABEL in (one["Config"].get("Labels") or {})
+
+
 def containers_on_gpu(inspected: Sequence[Mapping[str, Any]]) -> list[Neighbour]:
     """Of running containers (as ``docker inspect`` tells them) those that use the GPU and are not ours."""
-    found = []
-    for one in inspected:
-        name, host = str(one["Name"]).lstrip("/"), one["HostConfig"]
-        devices = (str(device.get("PathOnHost", "")) for device in host.get("Devices") or [])
-        uses_gpu = (
-            host.get("Runtime") == "nvidia"
-            or bool(host.get("DeviceRequests"))
-            or any(path.startswith("/dev/nvidia") for path in devices)
-        )
-        if uses_gpu and name not in OUR_CONTAINERS:
-            stop = f"docker update --restart=no {name} && docker stop {name}"
-            found.append(Neighbour(f"the container of {one['Config']['Image']}", name, stop))
-    return found
+    return [_container(one) for one in inspected if _uses_gpu(one) and not is_ours(one)]
 
 
 # Other launchers of engines, and the watchdogs that they leave behind.
@@ -198,21 +236,42 @@ def launching_units(listed: str) -> list[Neighbour]:
     ]
 
 
-def processes_on_gpu(told: str, cgroups: Mapping[int, str], containers: Collection[str]) -> list[Neighbour]:
-    """Of the lines ``PID, NAME`` that nvidia-smi tells those of neither our units nor any container (by id), which are
-    judged by themselves; ``cgroups`` maps each pid to its cgroup."""
+def processes_on_gpu(
+    told: str, cgroups: Mapping[int, str], inspected: Sequence[Mapping[str, Any]]
+) -> list[Neighbour]:
+    """Of the lines ``PID, NAME`` that nvidia-smi tells those that are not ours, each by its container or unit where it has one.
+    ``cgroups`` maps each pid to its cgroup, empty where the process has ended; ``inspected`` are the running containers."""
     found = []
     for line in told.splitlines():
-        pid, _comma, name = line.partition(",")
-        if not pid.strip().isdigit():
+        pid, _comma, name = (word.strip() for word in line.partition(","))
+        cgroup = cgroups.get(int(pid), "").strip() if pid.isdigit() else ""
+        if not cgroup or any(unit in cgroup for unit in OUR_UNITS):
             continue
-        cgroup = cgroups.get(int(pid), "")
-        if not any(mark in cgroup for mark in (*OUR_UNITS, *containers)):
-            unit = cgroup.strip().rpartition("/")[2]
-            owner = unit if unit.endswith(".service") else name.strip()
-            stop = f"systemctl stop {owner}" if unit.endswith(".service") else f"kill {pid.strip()}"
-            found.append(Neighbour(f"the process {pid.strip()} of", owner, stop))
+        container = next((one for one in inspected if one["Id"] in cgroup), None)
+        if container:
+            if not is_ours(container):
+                found.append(_container(container))
+        elif not _IN_A_CONTAINER.search(cgroup):
+            # One in a container that is not among the running ones has just begun or ended.
+            unit = cgroup.rpartition("/")[2]
+            if unit.endswith(".service"):
+                found.append(Neighbour("the unit", unit, f"systemctl stop {unit}"))
+            else:
+                found.append(Neighbour(f"the process {pid} of", name, f"kill {pid}"))
     return found
+
+
+_IN_A_CONTAINER = re.compile(r"docker[-/][0-9a-f]{64}")
+
+
+def gpu_problems(status: int, said: str) -> list[str]:
+    """A GPU whose driver does not answer: a running engine may go on, but no other would start."""
+    if not status:
+        return []
+    return [
+        f"the GPU does not answer (nvidia-smi ended with status {status}: {said.strip()[:300]}). A driver that was upgraded under a "
+        "running engine needs a reboot of this host."
+    ]
 
 
 def neighbour_problems(neighbours: Iterable[Neighbour], allowed: Collection[str]) -> list[str]:
@@ -241,7 +300,7 @@ def file_problems(differing: Sequence[str]) -> list[str]:
     ]
 
 
-MOST_CLOCKS_APART = 10.0  # seconds; far beyond what asking them one after the other makes of clocks in step
+MOST_CLOCKS_APART = 60.0  # seconds; far beyond what a slow connection makes of clocks in step
 
 
 def clock_problems(ahead: Mapping[str, float]) -> list[str]:
@@ -270,7 +329,8 @@ def preflight_problems(sparks: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if len(set(images.values())) > 1:
         told = ", ".join(f"{host} {image}" for host, image in images.items())
         problems.append(
-            f"the image is not the same on all Sparks: {told}. Bring the same one: ansible-playbook playbooks/site.yml"
+            f"the image is not the same on all Sparks: {told}. Pin it by digest (vllm_image: name@sha256:...), or save it on one Spark and "
+            "load it on all (vllm_image_archive)."
         )
     models: dict[str, dict[str, Mapping[str, str]]] = {}
     for host, found in sparks.items():
@@ -288,11 +348,16 @@ def wanted_ports(config: Mapping[str, Any]) -> dict[str, int | None]:
         ports["vllm_port"] = config["api"]["port"]
     if config["pair"]:
         ports["vllm_tp_heartbeat_port"] = config["pair"]["heartbeat_port"]
+        if config["pair"]["rank"] == 0:
+            ports["vllm_tp_rendezvous_port"] = _rendezvous_port(config)
     return ports
 
 
 def pair_ports(config: Mapping[str, Any]) -> list[int]:
     """The ports of the other Spark that the agent and the engine of a rank speak to."""
+    return [port for port in (config["pair"]["heartbeat_port"], _rendezvous_port(config)) if port]
+
+
+def _rendezvous_port(config: Mapping[str, Any]) -> int | None:
     argv = config["command"]
-    rendezvous = [int(argv[argv.index(flag) + 1]) for flag in ("--master-port",) if flag in argv]
-    return [int(config["pair"]["heartbeat_port"]), *rendezvous]
+    return int(argv[argv.index("--master-port") + 1]) if "--master-port" in argv else None

@@ -119,12 +119,17 @@ class Spark:
         docker = self._module.get_bin_path("docker")
         if not docker:
             return []
-        _status, out, _err = self._module.run_command([docker, "ps", "--quiet", "--no-trunc"])
+        _status, out, _err = self.run(docker, "ps", "--quiet", "--no-trunc")
         if not out.split():
             return []
         # One that has ended meanwhile is told on the error output, and the rest all the same.
-        _status, out, _err = self._module.run_command([docker, "inspect", *out.split()])
+        _status, out, _err = self.run(docker, "inspect", *out.split())
         return t.cast("list[dict[str, t.Any]]", json.loads(out or "[]"))
+
+    def run(self, *command: str) -> tuple[int, str, str]:
+        """Run a command that may hang, as Docker or a driver may when something is wrong; status 124 then."""
+        status, out, err = self._module.run_command(["timeout", "--kill-after=5", "30", *command])
+        return int(status), str(out), str(err)
 
     def port_problems(self, config: t.Mapping[str, t.Any]) -> list[str]:
         """Ports of this agent's configuration that somebody else holds."""
@@ -138,6 +143,7 @@ class Spark:
             for port, pid, name in preflight.parse_listeners(out)
             if port in wanted.values()
         ]
+        listeners = [one for one in listeners if not any(unit in one.cgroup for unit in modes.UNITS.values())]
         names = {one["Id"]: one["Name"].lstrip("/") for one in self.containers()} if listeners else {}
         return preflight.port_problems(wanted, listeners, names)
 

@@ -7,16 +7,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100 * 10**6  # bytes; the format's own bound
-SMALL = 2**20  # bytes; of smaller files the content is compared, too
+SMALL = 2**20  # bytes; smaller files are compared whole, of larger ones this many blocks:
+BLOCKS = 16
+BLOCK = 2**16  # bytes
+# What an engine reads; what else is in a model's repository may differ.
+READ = (".safetensors", ".bin", ".pt", ".gguf", ".json", ".jinja", ".model", ".py", ".txt", ".tiktoken")
 
 
-def problems(folder: str) -> list[str]:
-    """What is missing in a model's folder, or shorter than it says of itself."""
+def problems(folder: str, mounted: Collection[str] = ()) -> list[str]:
+    """What is missing in a model's folder, or shorter than it says of itself. ``mounted`` are other folders that the engine's
+    container has at the same place."""
     mend = "Copy the model again, or set vllm_model_path to the folder that has all of it."
     if not os.path.isdir(folder):
         return [
@@ -29,17 +34,22 @@ def problems(folder: str) -> list[str]:
         ]
     found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
     wrong = [f"has no {name}, which its {INDEX} names" for name in sorted(_indexed(folder) - found)]
+    inside = tuple(os.path.join(os.path.realpath(place), "") for place in (folder, *mounted))
+    outside = {name for name in os.listdir(folder) if not _real(folder, name).startswith(inside)}
     wrong += [
-        f"has only a part of {name}" for name in sorted(found) if not _is_whole(os.path.join(folder, name))
+        f"has {name} only as a link to {_real(folder, name)}, which the container does not see (cp --dereference)"
+        for name in sorted(outside)
+        if name.endswith(READ)
     ]
+    parts = sorted(name for name in found - outside if not _is_whole(os.path.join(folder, name)))
+    wrong += [f"has only a part of {name}" for name in parts]
     return [f"model folder {folder} (vllm_model_path) {what}. {mend}" for what in wrong]
 
 
 def fingerprints(folder: str) -> dict[str, str]:
-    """Each file of a model to what tells two of them apart: its size, and of a small one a digest. Empty without a folder."""
-    return {
-        os.path.relpath(path, folder): _fingerprint(path) for path in _files(folder) if os.path.isfile(path)
-    }
+    """Each file that an engine reads to what tells two of them apart, size and a digest (of a large one only of some blocks).
+    Empty without a folder."""
+    return {os.path.relpath(path, folder): _fingerprint(path) for path in _files(folder)}
 
 
 def differences(sparks: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -59,19 +69,31 @@ def differences(sparks: Mapping[str, Mapping[str, str]]) -> list[str]:
     ]
 
 
+def _real(folder: str, name: str) -> str:
+    return os.path.realpath(os.path.join(folder, name))
+
+
 def _files(folder: str) -> Iterator[str]:
     for top, folders, names in os.walk(folder, followlinks=True):
         # What downloaders leave.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(top, name) for name in names if not name.startswith("."))
+        yield from (os.path.join(top, name) for name in names if name.endswith(READ) and name[0] != ".")
 
 
 def _fingerprint(path: str) -> str:
-    size = os.path.getsize(path)
-    if size >= SMALL:
-        return str(size)
-    with open(path, "rb") as file:
-        return f"{size} {hashlib.sha256(file.read()).hexdigest()[:16]}"
+    digest = hashlib.sha256()
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            if size <= SMALL:
+                digest.update(file.read())
+            else:
+                for number in range(BLOCKS):
+                    file.seek(number * (size - BLOCK) // (BLOCKS - 1))
+                    digest.update(file.read(BLOCK))
+    except OSError as error:
+        return f"not readable: {error.strerror}"
+    return f"{size} {digest.hexdigest()[:16]}"
 
 
 def _indexed(folder: str) -> set[str]:
@@ -88,8 +110,8 @@ def _indexed(folder: str) -> set[str]:
 
 def _is_whole(path: str) -> bool:
     """Is this safetensors file as long as its header says? The header tells where in the file each tensor ends."""
-    size = os.path.getsize(path)
     try:
+        size = os.path.getsize(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(MOST_HEADER, size):

@@ -25,10 +25,14 @@ options:
       - Exactly one of O(mode) and O(configs) must be given.
     type: list
     elements: dict
+  starts:
+    description: Whether an engine shall start afterwards. If not, it does not matter what else uses ports, memory and GPU.
+    type: bool
+    default: true
   files:
     description:
       - The path of each file that must be installed to the SHA-256 of what must be in it.
-      - Given as the files hold a secret; what is shown is their names.
+      - Neither content nor digest is shown, as the files may hold a secret; what is told is their names.
     type: dict
     default: {}
   neighbours:
@@ -125,6 +129,7 @@ from ansible_collections.twospark.serving.plugins.module_utils import _weights a
 from ansible_collections.twospark.serving.plugins.module_utils._spark import STATE_DIRECTORY, Spark, read
 
 FLAGS_DIRECTORY = f"{STATE_DIRECTORY}/flags"
+DEVICES = "/sys/class/infiniband"
 GIB = 2**30
 
 
@@ -139,14 +144,17 @@ class Preflight:
         self.docker = module.get_bin_path("docker")
         self.image_id = ""
 
-    def look(self) -> list[str]:
-        """Everything that is wrong with what the mode needs of its host."""
-        self.problems += weights.problems(self.config["model"])
+    def look(self, starts: bool) -> list[str]:
+        """Everything that is wrong with what the mode needs of its host, and if it ``starts``, now."""
+        self.problems += weights.problems(
+            self.config["model"], preflight.mounted_alike(self.config["command"])
+        )
         self.image_id = self.image()
         if self.image_id:
             self.flags(self.image_id)
-        self.problems += self.spark.port_problems(self.config)
-        self.memory()
+        if starts:
+            self.problems += self.spark.port_problems(self.config)
+            self.memory()
         return self.problems
 
     def image(self) -> str:
@@ -158,10 +166,14 @@ class Preflight:
                     "docker is not installed on this host. Install it: ansible-playbook playbooks/site.yml"
                 )
             return ""
-        status, out, err = self.module.run_command([self.docker, "image", "inspect", name])
+        status, out, err = self.spark.run(self.docker, "image", "inspect", name)
         if status:
+            if "No such image" not in err:
+                self.problems.append(
+                    f"Docker does not answer (status {status}: {err.strip()}). Look on this host: systemctl status docker"
+                )
             # Check mode comes before the run that brings the image.
-            if "No such image" not in err or not self.module.check_mode:
+            elif not self.module.check_mode:
                 self.problems.append(
                     f"image {name} (vllm_image) is not on this host: {err.strip()}. Bring it: ansible-playbook playbooks/site.yml"
                 )
@@ -190,24 +202,29 @@ class Preflight:
             self.problems += preflight.flag_problems(argv, known, self.config["image"])
 
     def memory(self) -> None:
-        told = dict(line.split(":") for line in read("/proc/meminfo").splitlines())
-        total, available = (int(told[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
-        units = self.spark.units()
-        running = [self.spark.config(mode) for mode, unit in units.items() if not unit.stopped]
-        ours = sum(config["memory"]["budget_gib"] for config in running if config)
+        page = os.sysconf("SC_PAGE_SIZE")
+        processes = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            pages = read(f"/proc/{pid}/statm").split()
+            if len(pages) > 2:
+                gib = (int(pages[1]) - int(pages[2])) * page / GIB
+                name = read(f"/proc/{pid}/comm").strip()
+                processes.append(preflight.Process(name, gib, read(f"/proc/{pid}/cgroup")))
+        total = os.sysconf("SC_PHYS_PAGES") * page / GIB
+        ours = [one["Id"] for one in self.spark.containers() if preflight.is_ours(one)]
         self.problems += preflight.memory_problems(
-            self.config["memory"]["budget_gib"], total, available, ours
+            self.config["memory"]["budget_gib"], total, processes, ours
         )
 
     def disk(self) -> None:
         """The file systems that an engine writes to; each is named by the first folder that is on it."""
         folders = [self.module.params["cache_directory"], STATE_DIRECTORY, "/var/lib/docker"]
         if self.docker:
-            status, out, _err = self.module.run_command([self.docker, "info", "--format={{.DockerRootDir}}"])
+            status, out, _err = self.spark.run(self.docker, "info", "--format={{.DockerRootDir}}")
             folders[-1] = out.strip() if not status and out.strip() else folders[-1]
         free: dict[int, tuple[str, float]] = {}
         for folder in folders:
-            there = folder
+            there = os.path.abspath(folder)
             while not os.path.exists(there):
                 there = os.path.dirname(there)
             space = os.statvfs(there)
@@ -216,8 +233,7 @@ class Preflight:
 
     def neighbours(self) -> None:
         """What else uses the GPU, or starts engines by itself."""
-        containers = self.spark.containers()
-        found = preflight.containers_on_gpu(containers)
+        found = []
         systemctl = self.module.get_bin_path("systemctl", required=True)
         kinds = "--type=service,timer"
         for arguments in (
@@ -229,13 +245,18 @@ class Preflight:
             )
             found += preflight.launching_units(out)
         nvidia_smi = self.module.get_bin_path("nvidia-smi")
+        told = ""
         if nvidia_smi:
-            _status, out, _err = self.module.run_command(
-                [nvidia_smi, "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+            status, told, err = self.spark.run(
+                nvidia_smi, "--query-compute-apps=pid,process_name", "--format=csv,noheader"
             )
-            pids = (line.partition(",")[0].strip() for line in out.splitlines())
-            cgroups = {int(pid): read(f"/proc/{pid}/cgroup") for pid in pids if pid.isdigit()}
-            found += preflight.processes_on_gpu(out, cgroups, [one["Id"] for one in containers])
+            self.problems += preflight.gpu_problems(status, err or told)
+        pids = (line.partition(",")[0].strip() for line in told.splitlines())
+        cgroups = {int(pid): read(f"/proc/{pid}/cgroup") for pid in pids if pid.isdigit()}
+        # After the processes, so that each is in one of them.
+        containers = self.spark.containers()
+        found += preflight.containers_on_gpu(containers)
+        found += preflight.processes_on_gpu(told, cgroups, containers)
         self.problems += preflight.neighbour_problems(dict.fromkeys(found), self.module.params["neighbours"])
 
     def files(self) -> None:
@@ -273,13 +294,14 @@ class Preflight:
             problems = fabric.port_problems(
                 pair["peer"], [port for port in ports if _is_silent(pair["peer"], port)]
             )
-        rails = {name: self._rail(name, str(tools["ip"])) for name in self.module.params["hcas"]}
+        there = os.listdir(DEVICES) if os.path.isdir(DEVICES) else []
+        names = fabric.chosen(self.module.params["hcas"], there)
+        rails = {name: self._rail(name, str(tools["ip"])) for name in names}
         self.problems += problems + fabric.rail_problems(rails)
 
     def _rail(self, name: str, ip: str) -> fabric.Rail:
-        # NCCL also takes "=name" and "name:port".
-        device, _colon, port = name.lstrip("=").partition(":")
-        folder = f"/sys/class/infiniband/{device}"
+        device, _colon, port = name.partition(":")
+        folder = f"{DEVICES}/{device}"
         if not os.path.isdir(folder):
             return fabric.Rail(exists=False)
         try:
@@ -288,7 +310,8 @@ class Preflight:
             interface = ""
         _status, out, _err = self.module.run_command([ip, "-json", "address", "show", "dev", interface])
         state = read(f"{folder}/ports/{port or 1}/state").strip()
-        return fabric.Rail(True, state, interface, fabric.networks(out))
+        mtu = int(read(f"/sys/class/net/{interface}/mtu") or 0)
+        return fabric.Rail(True, state, interface, fabric.networks(out), mtu)
 
     def _ask_engine(self) -> list[str]:
         command = preflight.help_command(self.config["command"], self.config["image"])
@@ -329,6 +352,7 @@ def main() -> None:
         argument_spec={
             "mode": {"type": "str", "choices": ["replica", "tp"]},
             "configs": {"type": "list", "elements": "dict"},
+            "starts": {"type": "bool", "default": True},
             # Digests of files with secrets.
             "files": {"type": "dict", "default": {}, "no_log": True},
             "neighbours": {"type": "list", "elements": "str", "default": []},
@@ -354,12 +378,13 @@ def main() -> None:
     # The modes share most of what they need: what is missing for both is said once.
     looks = [Preflight(module, config) for config in configs]
     for look in looks:
-        problems += look.look()
+        problems += look.look(module.params["starts"])
     if looks:
         host = Preflight(module, configs[-1])
         host.disk()
-        host.neighbours()
         host.files()
+        if module.params["starts"]:
+            host.neighbours()
         if mode == "tp":
             host.direct_link()
         problems += host.problems

@@ -27,14 +27,16 @@ Figure = Callable[[str], None]
 
 @pytest.fixture
 def pair(sparks: Callable[[str], list[Spark]]) -> Iterator[list[Spark]]:
-    """Both, serving a copy when the test begins."""
+    """Both, serving a copy before and after."""
     both = sparks("replica")
-    if not all(spark.serves for spark in both):
-        status, said = play("switch_mode.yml", "-e", "mode=replica")
-        assert status == 0, said
+    for spark in both:
+        spark.wait_until_serving()
     yield both
     for spark in both:
         spark.fault()
+    if not all(spark.serves for spark in both):
+        status, said = play("switch_mode.yml", "-e", "mode=replica")
+        assert status == 0, said
 
 
 def test_there_and_back(endpoint: Endpoint, figure: Figure, tmp_path: Path) -> None:
@@ -241,7 +243,11 @@ def test_a_network_that_blinks_undoes_nothing(pair: list[Spark]) -> None:
         said.append(line)
         if re.match(r"spark-b \d+:\d\d loading", line):
             pair[1].hang_up()
+            pair[1].shut()
+        if "spark-b is not reached, which is tried for" in line:
+            pair[1].open()
     assert run.wait(300) == 0, "".join(said)
+    assert any("spark-b is not reached, which is tried for" in line for line in said), "nothing blinked"
 
 
 @pytest.fixture

@@ -55,18 +55,38 @@ def test_a_firewall_on_the_direct_link() -> None:
 
 ADDRESSES = """[{}, {"ifname": "enp1s0f1np1", "addr_info": [
   {"family": "inet", "local": "192.0.2.1", "prefixlen": 24},
-  {"family": "inet6", "local": "fe80::1", "prefixlen": 64}]}]"""
+  {"family": "inet6", "local": "fe80::1", "prefixlen": 64, "scope": "link"},
+  {"family": "inet6", "local": "2001:db8::1", "prefixlen": 64, "scope": "global"}]}]"""
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [(ADDRESSES, ("192.0.2.0/24",)), ("", ()), ("[{}]", ()), ('[{"addr_info":[{}]}]', ())]
+    ("text", "found"),
+    [(ADDRESSES, ("192.0.2.0/24", "2001:db8::/64")), ("", ()), ("[{}]", ()), ('[{"addr_info":[{}]}]', ())],
 )
 def test_reading_addresses(text: str, found: tuple[str, ...]) -> None:
     assert fabric.networks(text) == found
 
 
-def rail(state: str = "4: ACTIVE", networks: tuple[str, ...] = ("192.0.2.0/24",)) -> fabric.Rail:
-    return fabric.Rail(True, state, "enp1", networks)
+def rail(
+    state: str = "4: ACTIVE", networks: tuple[str, ...] = ("192.0.2.0/24",), mtu: int = 9000
+) -> fabric.Rail:
+    return fabric.Rail(True, state, "enp1", networks, mtu)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ([], []),
+        (["rocep1s0f1", "roceP2p1s0f1"], ["rocep1s0f1", "roceP2p1s0f1"]),
+        (["roce"], ["roceP2p1s0f1", "rocep1s0f0", "rocep1s0f1"]),
+        (["=rocep1s0f1:1"], ["rocep1s0f1:1"]),
+        (["=rocep1"], ["rocep1"]),
+        (["mlx5_0"], ["mlx5_0"]),
+        (["^rocep1s0f0", "x"], []),
+    ],
+)
+def test_what_nccl_chooses(wanted: list[str], found: list[str]) -> None:
+    assert fabric.chosen(wanted, ["rocep1s0f0", "rocep1s0f1", "roceP2p1s0f1"]) == found
 
 
 @pytest.mark.parametrize(
@@ -77,8 +97,9 @@ def rail(state: str = "4: ACTIVE", networks: tuple[str, ...] = ("192.0.2.0/24",)
         ({"rocep1": fabric.Rail(exists=False)}, ["RDMA device rocep1 (vllm_fabric_hcas) is not on this host"]),
         ({"rocep1": rail(state="1: DOWN")}, ["is 1: DOWN, not ACTIVE"]),
         ({"rocep1": rail(state="")}, ["in no known state"]),
-        ({"rocep1": rail(networks=())}, ["enp1 of RDMA device rocep1 (vllm_fabric_hcas) has no IPv4 address"]),
+        ({"rocep1": rail(networks=())}, ["enp1 of RDMA device rocep1 (vllm_fabric_hcas) has no address"]),
         ({"rocep1": rail(), "roceP2": rail()}, ["rocep1 and roceP2 (vllm_fabric_hcas) are both in 192.0.2.0/24"]),
+        ({"rocep1": rail(), "roceP2": rail(networks=("198.51.100.0/24",), mtu=1500)}, ["differ in their MTU: rocep1 9000, roceP2 1500"]),
     ],
 )  # fmt: skip
 def test_rails(rails: dict[str, fabric.Rail], words: list[str]) -> None:

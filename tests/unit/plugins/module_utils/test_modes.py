@@ -172,7 +172,7 @@ def test_how_far_it_is(
         ({}, LOADING, "tp", "vllm-tp.service does not serve yet. Its status: none"),
         ({}, FAILED, "tp", "vllm-tp.service has failed (exit-code)."),
         ({}, WAITING, "tp", "vllm-tp.service failed (success); systemd tries again by itself."),
-        ({}, {}, "tp", "vllm-tp.service was stopped while it started."),
+        ({}, {}, "tp", "vllm-tp.service did not start, or was stopped meanwhile"),
         (DRAINING, {}, "stopped", "vllm-replica.service has not stopped yet."),
     ],
 )

@@ -55,6 +55,7 @@ def test_a_port_may_be_free_or_ours(cgroup: str, fine: bool) -> None:
         ("nginx", "0::/system.slice/nginx.service\n", "systemctl disable --now nginx.service"),
         ("python3", f"0::/system.slice/docker-{ID}.scope\n", "docker stop sglang"),
         ("docker-proxy", "0::/system.slice/docker.service\n", "docker stop CONTAINER"),
+        ("python3", f"0::/system.slice/docker-{'cd' * 32}.scope\n", "docker stop CONTAINER"),
         ("python3", "0::/user.slice/user-1000.slice/session-3.scope\n", "kill 71"),
     ],
 )
@@ -129,8 +130,9 @@ COMMAND += [
 def test_asking_the_engine_needs_no_name_or_secret_and_writes_nothing() -> None:
     assert preflight.help_command(COMMAND, "img") == [
         *("docker", "run", "--rm", "--entrypoint=", "--gpus=all", "--volume=/opt/x:/opt/x:ro"),
-        *("--network=none", "img", "vllm", "serve", "--help=all"),
+        *(f"--label={preflight.HELP_LABEL}", "--network=none", "img", "vllm", "serve", "--help=all"),
     ]
+    assert preflight.mounted_alike([*COMMAND, "--volume=/a:/b", "--volume=c"]) == ["/a", "/opt/x"]
     assert preflight.engine_arguments(COMMAND, "img") == ["vllm", "serve", "/m", "--x"]
 
 
@@ -142,23 +144,37 @@ def test_platform(architecture: str, machine: str, fine: bool) -> None:
     assert (preflight.platform_problems("img", "linux", architecture, machine) == []) is fine
 
 
+OURS = preflight.Process("VLLM::EngineCore", 70.0, f"0::/system.slice/docker-{ID}.scope")
+AGENT = preflight.Process("python3", 0.1, "0::/system.slice/vllm-tp.service")
+OTHER = preflight.Process("trainer", 30.0, "0::/user.slice/session-3.scope")
+SMALL = preflight.Process("sshd", 0.1, "0::/system.slice/ssh.service")
+
+
 @pytest.mark.parametrize(
-    ("available", "ours", "words"),
+    ("processes", "words"),
     [
-        (100.0, 0.0, []),
-        (20.0, 88.0, []),
-        (20.0, 60.0, ["given 90 GiB (vllm_gpu_memory_utilization", "80.0 GiB", "with our engine stopped"]),
-        (60.0, 0.0, ["60.0 GiB of this host are available.", "docker stats"]),
+        ([], []),
+        # What our engine holds is free when it has stopped, whatever its budget says.
+        ([OURS, AGENT, SMALL], []),
+        ([OURS, OTHER, SMALL], ["given 95 GiB (vllm_gpu_memory_utilization", "30.1 of this host's 121.0 GiB", "trainer 30.0 GiB"]),
     ],
-)
-def test_memory(available: float, ours: float, words: list[str]) -> None:
-    problems = preflight.memory_problems(90, 121.0, available, ours)
+)  # fmt: skip
+def test_memory(processes: list[preflight.Process], words: list[str]) -> None:
+    problems = preflight.memory_problems(95, 121.0, processes, [ID])
     assert bool(problems) == bool(words)
     assert all(word in problems[0] for word in words), problems
 
 
 def test_more_memory_than_there_is() -> None:
-    assert "121.0 GiB of memory in all" in preflight.memory_problems(130, 121.0, 200.0, 0.0)[0]
+    assert "121.0 GiB of memory in all" in preflight.memory_problems(130, 121.0, [], [])[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "words"),
+    [(0, "", ""), (18, "Driver/library version mismatch", "status 18: Driver/library"), (124, "", "124")],
+)
+def test_a_gpu_that_does_not_answer(status: int, said: str, words: str) -> None:
+    assert [words in problem for problem in preflight.gpu_problems(status, said)] == ([True] if words else [])
 
 
 def test_disk() -> None:
@@ -166,22 +182,36 @@ def test_disk() -> None:
     assert all(word in problem for word in ("/var/cache/vllm has 4.9 GiB", "vllm_disk_reserved_gib"))
 
 
-def container(name: str, image: str = "img", **host: Any) -> dict[str, Any]:
-    return {"Id": ID, "Name": f"/{name}", "Config": {"Image": image}, "HostConfig": host}
+def container(name: str, environment: tuple[str, ...] = (), **host: Any) -> dict[str, Any]:
+    return {
+        "Id": ID,
+        "Name": f"/{name}",
+        "Config": {"Image": "img", "Env": list(environment), "Labels": None},
+        "HostConfig": host,
+    }
 
 
 @pytest.mark.parametrize(
-    ("host", "found"),
+    ("one", "found"),
     [
-        ({"DeviceRequests": [{"Driver": "", "Count": -1}]}, True),
-        ({"Runtime": "nvidia"}, True),
-        ({"Devices": [{"PathOnHost": "/dev/nvidia0"}]}, True),
-        ({"Runtime": "runc", "DeviceRequests": None, "Devices": [{"PathOnHost": "/dev/fuse"}]}, False),
+        (container("x", DeviceRequests=[{"Driver": "", "Count": -1}]), True),
+        (container("x", ("NVIDIA_VISIBLE_DEVICES=all",), Runtime="nvidia"), True),
+        # Where that runtime is the default, every container has it.
+        (container("x", Runtime="nvidia"), False),
+        (container("x", ("NVIDIA_VISIBLE_DEVICES=void",), Runtime="nvidia"), False),
+        (container("x", Devices=[{"PathOnHost": "/dev/nvidia0"}]), True),
+        (container("x", Runtime="runc", DeviceRequests=None, Devices=[{"PathOnHost": "/dev/fuse"}]), False),
+        (container("vllm-replica", DeviceRequests=[{}]), False),
     ],
 )
-def test_containers_on_the_gpu(host: dict[str, Any], found: bool) -> None:
-    assert bool(preflight.containers_on_gpu([container("trainer", **host)])) is found
-    assert preflight.containers_on_gpu([container("vllm-replica", **host)]) == []
+def test_containers_on_the_gpu(one: dict[str, Any], found: bool) -> None:
+    assert bool(preflight.containers_on_gpu([one])) is found
+
+
+def test_one_that_is_asked_for_its_flags_is_ours() -> None:
+    asked = container("x", DeviceRequests=[{}])
+    asked["Config"]["Labels"] = {preflight.HELP_LABEL: ""}
+    assert preflight.containers_on_gpu([asked]) == []
 
 
 UNITS = """\
@@ -200,17 +230,23 @@ def test_units_that_look_after_engines() -> None:
 
 
 def test_processes_on_the_gpu() -> None:
-    told = "71, /usr/bin/python3\n72, VLLM::EngineCore\n73, ollama\n74, trainer\n[N/A], Xorg\n"
+    told = "71, /usr/bin/python3\n72, VLLM::EngineCore\n73, ollama\n74, python3\n75, gone\n76, new\n77, x\n[N/A], Xorg\n\n"
+    other = container("privileged") | {"Id": "ab" * 32}
     cgroups = {
         71: "0::/user.slice/session-3.scope\n",
         72: f"0::/system.slice/docker-{ID}.scope\n",
         73: "0::/system.slice/ollama.service\n",
         74: "0::/system.slice/vllm-tp.service\n",
+        75: "",
+        # Began after the containers were listed: maybe ours, and nothing that one should kill.
+        76: f"0::/system.slice/docker-{'cd' * 32}.scope\n",
+        77: f"12:pids:/docker/{other['Id']}\n",
     }
-    found = preflight.processes_on_gpu(told, cgroups, [ID])
+    found = preflight.processes_on_gpu(told, cgroups, [container("vllm-tp"), other])
     assert [(one.name, one.stop) for one in found] == [
         ("/usr/bin/python3", "kill 71"),
         ("ollama.service", "systemctl stop ollama.service"),
+        ("privileged", "docker update --restart=no privileged && docker stop privileged"),
     ]
 
 
@@ -247,8 +283,8 @@ GOOD: dict[str, Any] = {
         ({"image_id": "", "weights": {}}, []),
         ({"weights": {"config.json": "7 b", "model.safetensors": "9"}}, ["not the same on a, b: config.json"]),
         ({"model": "n", "weights": {"config.json": "8 b"}}, []),
-        ({"clock_ahead": -30.0}, ["the clocks of the Sparks differ (beside this machine: a +0 s, b -30 s)"]),
-        ({"clock_ahead": 9.0}, []),
+        ({"clock_ahead": -90.0}, ["the clocks of the Sparks differ (beside this machine: a +0 s, b -90 s)"]),
+        ({"clock_ahead": 50.0}, []),
     ],
 )  # fmt: skip
 def test_what_is_in_the_way_on_all_sparks(other: dict[str, Any], words: list[str]) -> None:
@@ -276,8 +312,24 @@ def test_a_spark_that_is_not_reached_hides_nothing_of_the_others() -> None:
             {"vllm_replica_agent_port": 1, "vllm_port": 2},
         ),
         (
-            {"mode": "tp", "agent": {"port": 1}, "api": None, "pair": {"heartbeat_port": 3}},
+            {
+                "mode": "tp",
+                "agent": {"port": 1},
+                "api": None,
+                "pair": {"rank": 1, "heartbeat_port": 3},
+                "command": [],
+            },
             {"vllm_tp_agent_port": 1, "vllm_tp_heartbeat_port": 3},
+        ),
+        (
+            {
+                "mode": "tp",
+                "agent": {"port": 1},
+                "api": None,
+                "pair": {"rank": 0, "heartbeat_port": 3},
+                "command": ["--master-port", "4"],
+            },
+            {"vllm_tp_agent_port": 1, "vllm_tp_heartbeat_port": 3, "vllm_tp_rendezvous_port": 4},
         ),
     ],
 )

@@ -37,6 +37,10 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def move_out(path: Path) -> None:
+    path.symlink_to(path.rename(path.parent.parent / "blob"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -49,6 +53,11 @@ def cut(path: Path) -> None:
         (lambda model: (model / "model-1.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"), ["part of model-1"]),
         (lambda model: (model / weights.INDEX).write_text("half of"), ["has no readable model.safetensors.index.json"]),
         (lambda model: (model / weights.INDEX).unlink(), []),
+        # As the hub's cache has it: the container sees only the folder.
+        (lambda model: move_out(model / "config.json"), ["has config.json only as a link to", "cp --dereference"]),
+        (lambda model: (model / "model-3.safetensors").symlink_to("/nowhere"), ["has model-3.safetensors only as a link"]),
+        (lambda model: (model / "model-3.safetensors").symlink_to(model / "nothing"), ["only a part of model-3.safetensors"]),
+        (lambda model: (model / "linked.json").symlink_to(model / "config.json"), []),
         (lambda model: (model / "config.json").unlink(), ["has no config.json"]),
         (lambda model: model.rename(model.with_name("other")), ["does not exist on this host"]),
     ],
@@ -56,30 +65,37 @@ def cut(path: Path) -> None:
 def test_what_is_missing(folder: Path, spoil: Callable[[Path], object], words: list[str]) -> None:
     spoil(folder)
     problems = weights.problems(str(folder))
-    assert len(problems) == len(words), problems
-    assert all(
-        word in problem and "vllm_model_path" in problem
-        for word, problem in zip(words, problems, strict=True)
-    )
+    assert bool(problems) == bool(words), problems
+    assert all(word in "\n".join(problems) for word in words), problems
+    assert all("vllm_model_path" in problem for problem in problems)
+
+
+def test_links_into_what_the_container_has_too(folder: Path) -> None:
+    move_out(folder / "config.json")
+    assert weights.problems(str(folder), [str(folder.parent)]) == []
 
 
 def test_what_tells_two_models_apart(folder: Path) -> None:
     (folder / ".cache").mkdir()
-    (folder / ".cache/lock").write_text("x")
+    (folder / ".cache/lock.json").write_text("x")
+    (folder / "README.md").write_text("differs from day to day")
     (folder / "sub").mkdir()
-    (folder / "sub/large.bin").write_bytes(bytes(weights.SMALL))
-    # As downloaders do it.
-    (folder / "linked.json").symlink_to(folder / "config.json")
+    large = folder / "sub/large.bin"
+    large.write_bytes(bytes(3 * weights.SMALL))
     (folder / "dangling.json").symlink_to(folder / "nothing")
     prints = weights.fingerprints(str(folder))
     assert set(prints) == {
-        *("config.json", "linked.json", "model-1.safetensors", "model-2.safetensors", weights.INDEX),
+        *("config.json", "dangling.json", "model-1.safetensors", "model-2.safetensors", weights.INDEX),
         "sub/large.bin",
     }
-    assert prints["sub/large.bin"] == str(weights.SMALL)
-    assert prints["config.json"].startswith("2 ")
+    assert prints["dangling.json"].startswith("not readable")
     (folder / "config.json").write_text("[]")
-    assert weights.fingerprints(str(folder))["config.json"] != prints["config.json"]
+    # Another revision has files of the same size.
+    large.write_bytes(bytes(3 * weights.SMALL - 1) + b"x")
+    now = weights.fingerprints(str(folder))
+    assert now["config.json"] != prints["config.json"]
+    assert now["sub/large.bin"] != prints["sub/large.bin"]
+    assert now["model-1.safetensors"] == prints["model-1.safetensors"]
     assert weights.fingerprints(str(folder / "gone")) == {}
 
 
