@@ -120,6 +120,7 @@ def gateway(installed: Installed, played: dict[str, Worker]) -> Installed:
     """With every worker live."""
     wanted = {**dict.fromkeys(set().union(*WARM.values()), "read"), "mute": "failed"}
     until(lambda: states(installed) == wanted, 40, "all live, and one does not tell its models")
+    until(lambda: ON_DEMAND in catalogue(installed)["ollama"]["cold"], 5, "the test before is forgotten")
     return installed
 
 
