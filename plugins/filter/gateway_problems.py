@@ -181,6 +181,11 @@ def gateway_problems(
                 f"gateway_paths has {path!r}; allowed is a path like /v1/completions, or the beginning of paths like /v1/audio/*."
             )
     _check_workers(settings.get("workers") or [], numbers["pools"], problems)
+    problems += [
+        f"gateway_critical_models has {model!r}; allowed are names of models, as clients ask for them. Mend it."
+        for model in settings.get("critical_models") or []
+        if not isinstance(model, str) or not MODEL.fullmatch(model)
+    ]
     _check_aliases(problems.mapping("gateway_aliases", settings.get("aliases")), problems)
     _check_clients(settings.get("clients") or [], str(settings.get("api_key") or ""), problems)
     _check_ports(settings, numbers, host, address, problems)

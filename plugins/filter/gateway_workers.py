@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
-"""The workers that a gateway stands in front of, worked out from the inventory's Sparks and from a list of further ones."""
+"""The workers that a gateway stands in front of, worked out from the inventory and from a list of further ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ short_description: The workers of a gateway
 version_added: 0.1.0
 author: The twospark.serving maintainers
 description:
-  - Lists what a gateway sends requests to; the copy of each Spark, the head of the pair that serves in mode V(tp), and
-    what is listed besides.
+  - Lists what a gateway sends requests to; the copy of each Spark, the head of the pair that serves in mode V(tp), each server of the
+    role C(worker), and what is listed besides.
   - A value is taken from the Spark's inventory variables, else from its preset, else from the defaults.
   - The head of the pair is left out where mode V(tp) cannot be; C(vllm_tp_hosts) must name two Sparks
     (default the first two), each with a C(fabric_address).
-  - A further worker that has the name of a Spark's replaces what is said of that one.
-positional: _input, hostvars, defaults, presets, further
+  - A further worker that has the name of one of those replaces what is said of that one.
+positional: _input, hostvars, defaults, presets, further, boxes
 options:
   _input:
     description: Inventory names of the Sparks.
@@ -40,6 +40,11 @@ options:
     type: list
     elements: dict
     default: []
+  boxes:
+    description: Inventory names of the hosts whose C(worker_servers) answer.
+    type: list
+    elements: str
+    default: []
 """
 
 EXAMPLES = r"""
@@ -58,18 +63,19 @@ EXAMPLES = r"""
 
 RETURN = r"""
 _value:
-  description: One mapping a worker, the copies in the order of the Sparks, then the head of the pair, then the further ones.
+  description: One mapping a worker, the copies in the order of the Sparks, then the head of the pair, the boxes' servers and the further ones.
   type: list
   elements: dict
   contains:
     name:
-      description: Its name. For a copy the Spark's inventory name; for the head of the pair C(-tp) is added.
+      description: Its name. For a copy the Spark's inventory name; for the head of the pair C(-tp) is added, for a box's
+        server its own name.
       type: str
     host:
-      description: The machine's name. For a Spark its inventory name.
+      description: The machine's name. For a Spark and a box its inventory name.
       type: str
     kind:
-      description: How it tells its models. V(vllm) for a Spark, else V(openai) where nothing is said.
+      description: How it tells its models. V(vllm) for a Spark, V(llama_cpp) for a box's server, else V(openai) where nothing is said.
       type: str
     models:
       description: The models that it is expected to have.
@@ -90,13 +96,13 @@ _value:
         environment.
       type: float
     address:
-      description: Its address. Of a Spark C(ansible_host), else its inventory name.
+      description: Its address. Of a Spark and a box C(ansible_host), else its inventory name.
       type: str
     port:
       description: Port of the engine's API.
       type: int
     health_port:
-      description: Port of the agent that answers health checks.
+      description: Port that answers health checks.
       type: int
     max_requests:
       description: Requests that the worker takes at once.
@@ -121,6 +127,8 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 
+from ansible_collections.twospark.serving.plugins.module_utils._worker import worker_servers
+
 # An engine's own limit where neither inventory nor preset states one; the same in the role vllm.
 MAX_REQUESTS = 12
 
@@ -139,8 +147,9 @@ def gateway_workers(
     defaults: Mapping[str, Any],
     presets: Mapping[str, Mapping[str, Any]],
     further: Sequence[Mapping[str, Any]] = (),
+    boxes: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """List the workers of ``sparks`` and the ``further`` ones; see DOCUMENTATION.
+    """List the workers of ``sparks`` and ``boxes`` and the ``further`` ones; see DOCUMENTATION.
 
     Raises AnsibleFilterError, which names host and variable, where a value cannot be used.
     """
@@ -206,13 +215,35 @@ def gateway_workers(
     pair = _pair(sparks, hostvars)
     if len(pair) == 2 and all(hostvars[spark].get("fabric_address") for spark in pair):
         workers.append(worker(pair[0], "tp"))
+    for box in boxes:
+        workers += _servers_of(box, hostvars.get(box, {}))
     return [_completed(worker) for worker in _joined(workers, further)]
+
+
+def _servers_of(box: str, variables: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The servers that the role worker runs on a host."""
+    plan = worker_servers(variables.get("worker_servers") or [], box)
+    if plan["problems"]:
+        raise AnsibleFilterError(" ".join(plan["problems"]))
+    key = variables.get("worker_api_key") or variables.get("vllm_api_key") or ""
+    return [
+        {
+            "name": f"{box}-{server['name']}",
+            "host": box,
+            "kind": "llama_cpp",
+            "models": [server["model"]],
+            "address": str(variables.get("ansible_host") or box),
+            **{name: server[name] for name in ("port", "health_port", "max_requests", "weight")},
+            **({"key": key} if key else {}),
+        }
+        for server in plan["servers"]
+    ]
 
 
 def _joined(
     workers: Sequence[dict[str, Any]], further: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The Sparks' workers with what is said of them besides, and the others; a name given twice stays so, to be found."""
+    """The inventory's workers with what is said of them besides, and the others; a name given twice stays so, to be found."""
     besides = {str(worker.get("name")): worker for worker in reversed(further)}
     own = {worker["name"] for worker in workers}
     used = [besides[name] for name in own & set(besides)]

@@ -7,7 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ansible_collections.twospark.serving.plugins.module_utils import _plan, _preflight, _status, _switch
+from ansible_collections.twospark.serving.plugins.module_utils import (
+    _plan,
+    _preflight,
+    _status,
+    _switch,
+    _worker,
+)
 
 
 class FilterModule:
@@ -28,4 +34,5 @@ class FilterModule:
             "switch_outcome": _switch.switch_outcome,
             "switch_report": _switch.switch_report,
             "wanted_mode": _plan.wanted_mode,
+            "worker_servers": _worker.worker_servers,
         }

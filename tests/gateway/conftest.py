@@ -72,6 +72,7 @@ class Ansible:
 _OF_THE_PAIR = ("gateway", "metrics", "log", "a", "a-agent", "a-tp-agent", "b", "b-agent")
 _OF_OTHERS = ("box", "box-health", "swap", "swap-health", "embed")
 PORTS = {name: free_port() for name in (*_OF_THE_PAIR, *_OF_OTHERS)}
+MANY_PORTS = [free_port() for _ in range(50)]
 SPARK_A = {
     "keep_alive": 2,
     "name": "spark-a",
@@ -194,6 +195,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_hold_seconds": 0,
         "gateway_pools": 3,
     },
+    # One copy that is to have three times as much as the other.
+    "weighted": {**COMMON, "gateway_workers": [{**SPARK_A, "weight": 3}, SPARK_B]},
+    # Many small workers, each with models of its own.
+    "large": {
+        **COMMON,
+        "gateway_workers": [
+            {"name": f"worker-{index}", "address": LOOPBACK, "port": port, "max_requests": 2}
+            for index, port in enumerate(MANY_PORTS)
+        ],
+        "gateway_pools": len(MANY_PORTS),
+    },
     # Two workers with one place each.
     "narrow": {
         **COMMON,
@@ -313,6 +325,14 @@ def gateway(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
     with gateway_of(configurations["pair"]).running() as gateway:
         # At its start HAProxy takes every worker for live until it has checked it.
         until(lambda: not gateway.is_live("spark-a-tp"))
+        until(lambda: gateway.takes("spark-a") and gateway.takes("spark-b"))
+        yield gateway
+
+
+@pytest.fixture
+def weighted(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -> Iterator[Gateway]:
+    """In front of two live copies, the first of which has three times the weight."""
+    with gateway_of(configurations["weighted"]).running() as gateway:
         until(lambda: gateway.takes("spark-a") and gateway.takes("spark-b"))
         yield gateway
 

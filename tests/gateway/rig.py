@@ -117,9 +117,13 @@ class Worker:
         self.health = 200
         self.kind, self.health_path = "vllm", "/health"
         self.health_delay = 0.0
+        # How many times as long as it is told it takes.
+        self.slowness = 1.0
         self.fails = False
         # What it has loaded and what it could load, told in the form of its kind; how it fails to tell; who asked.
         self.models, self.loadable = [MODEL], list[str]()
+        # Whether it really loads what it is asked for, and then has it.
+        self.loads = False
         self.catalogue_fault = ""
         self.catalogue_requests: list[Received] = []
         # Seconds after which it closes an idle connection, and how many connections it has had.
@@ -169,6 +173,12 @@ class Worker:
         if server:
             server.shutdown()
             server.server_close()
+
+    def load(self, name: str) -> None:
+        """As Ollama does, for which a tag may be left out."""
+        for model in [model for model in self.loadable if name in (model, model.removesuffix(":latest"))]:
+            self.loadable.remove(model)
+            self.models.append(model)
 
     def tell_health(self, handler: _Handler) -> None:
         time.sleep(self.health_delay)
@@ -262,6 +272,8 @@ class Worker:
                 if worker.fails:
                     leave()
                     return self.answer(500, b"{}")
+                if worker.loads:
+                    worker.load(body.get("model", ""))
                 self.wait(body)
                 if body.get("close"):
                     self.close_connection = True
@@ -279,7 +291,7 @@ class Worker:
                     )
 
             def wait(self, body: dict[str, Any]) -> None:
-                deadline = time.monotonic() + body.get("seconds", 0)
+                deadline = time.monotonic() + body.get("seconds", 0) * worker.slowness
                 while time.monotonic() < deadline or (
                     body.get("hold") and not worker._released.acquire(blocking=False)
                 ):

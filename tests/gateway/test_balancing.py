@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -62,6 +63,33 @@ def test_the_least_loaded_worker_is_next(clients: Clients, spark_a: Worker, spar
     assert {answer.served_by for answer in quick} == {"spark-b"}
     spark_a.release(4)
     answers(slow)
+
+
+@pytest.mark.parametrize(
+    ("weights", "slowness", "shares"),
+    [
+        pytest.param("gateway", 1, (1000, 1000), id="alike"),
+        pytest.param("weighted", 1, (1500, 500), id="three times the weight"),
+        # With as many in flight, who takes three times as long serves a third.
+        pytest.param("gateway", 3, (1500, 500), id="three times as quick"),
+    ],
+)
+def test_the_shares_of_2000_requests(
+    request: pytest.FixtureRequest,
+    weights: str,
+    slowness: float,
+    shares: tuple[int, int],
+    spark_b: Worker,
+) -> None:
+    gateway: Gateway = request.getfixturevalue(weights)
+    spark_b.slowness = slowness
+    # Fewer at once than either has places: full workers would get what they finish.
+    with ThreadPoolExecutor(8) as clients:
+        done = list(clients.map(lambda _: gateway.chat(seconds=0.02), range(2000)))
+    served = Counter(answer.served_by for answer in done if answer.status == 200)
+    found = (served["spark-a"], served["spark-b"])
+    assert sum(found) == 2000
+    assert found == pytest.approx(shares, abs=100), "within 5 % of all"
 
 
 def test_a_waiting_request_goes_to_whoever_is_free_first(

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import gateway_of
+from tests.gateway.conftest import MANY_PORTS, gateway_of
 from tests.gateway.rig import MODEL, Clients, Gateway, Worker, answers, until
 
 # A worker is asked so often, in seconds.
@@ -152,6 +154,40 @@ def test_a_list_of_hundreds_comes_at_once(farm: Gateway, embed: Worker) -> None:
         seconds = sorted(get("/v1/models").seconds for _ in range(50))
     assert seconds[25] < 0.05
     assert farm.chat(model="organisation/model-499").served_by == "embed"
+
+
+def test_a_large_farm_is_listed_within_milliseconds(configurations: dict[str, Path]) -> None:
+    """50 workers with 4 models each; the median of what a client waits for the list, its own time included."""
+    with ExitStack() as ended:
+        for index, port in enumerate(MANY_PORTS):
+            worker = Worker(f"worker-{index}", port, port)
+            worker.models = [f"model-{index:02}-{letter}" for letter in "abcd"]
+            ended.callback(worker.start().stop)
+        gateway = ended.enter_context(gateway_of(configurations["large"]).running())
+        until(lambda: len(listed(gateway)) == 200, 30)
+        assert len(set(listed(gateway))) == 200
+        with gateway.kept_alive() as get:
+            seconds = sorted(get("/v1/models").seconds for _ in range(101))
+        assert seconds[50] < 0.005, f"median {1000 * seconds[50]:.1f} ms, slowest {1000 * seconds[-1]:.1f} ms"
+        assert gateway.chat(model="model-49-d").served_by == "worker-49"
+
+
+def test_programs_can_look_at_it(farm: Gateway, spark_b: Worker, embed: Worker) -> None:
+    spark_b.health = 404
+    embed.catalogue_fault = "fails"
+    until(lambda: not farm.takes("spark-b") and not farm.takes("embed"))
+    told = json.loads(farm.metrics("/catalogue").body)["workers"]
+    assert [(worker["name"], worker["state"], sorted(worker["warm"])) for worker in told] == [
+        ("spark-a", "read", ["chat", MODEL]),
+        ("spark-b", "down", ["chat", MODEL]),
+        ("box", "read", ["small", "small:latest"]),
+        ("swap", "read", []),
+        ("embed", "failed", ["embedder"]),
+    ]
+    assert {worker["name"]: sorted(worker["cold"]) for worker in told if worker["cold"]} == {
+        "box": ["large:70b"],
+        "swap": ["chat", "coder", MODEL],
+    }
 
 
 def test_people_can_look_at_it(farm: Gateway, spark_b: Worker, embed: Worker) -> None:

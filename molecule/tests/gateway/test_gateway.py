@@ -15,19 +15,19 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import testinfra
-from testinfra.host import Host
 
+from installed_gateway import MODEL, Installed, all_at_once
 from load import DECEITS, Load
 from playbook import ROOT
 from spark import until
-from tests.gateway.rig import CHAT, Answer, Gateway, Worker
+from tests.gateway.rig import CHAT, Gateway, Worker
 
 Figure = Callable[[str], None]
 
@@ -36,7 +36,6 @@ GATEWAYS = {"spark-a": ("198.18.87.11", "2.6"), "spark-b": ("198.18.87.12", "3.0
 KEYS = {"alice": "alice-of-the-simulation", "bob": "bob-of-the-simulation"}
 WORKERS_KEY = "simulation-key"
 EMBED_KEY = "embed-of-the-simulation"
-MODEL = "simulated"
 # What the others have loaded, and what they could load.
 OTHERS: dict[str, tuple[str, int, str, list[str], list[str]]] = {
     "box": ("ollama", 29003, "/api/version", ["small:latest"], ["big:70b"]),
@@ -105,41 +104,6 @@ class Copy:
             self._process = None
 
 
-class Installed(Gateway):
-    """A gateway that the role installed, asked from outside; what clients must not reach is read on its host."""
-
-    def __init__(self, name: str, host: Host) -> None:
-        super().__init__(
-            Path("/etc/haproxy"), 8080, 8405, 0, address=GATEWAYS[name][0], headers=key_of("alice")
-        )
-        self.name, self.release, self._host = name, GATEWAYS[name][1], host
-
-    def run(self, command: str) -> str:
-        with self._host.sudo():
-            return str(self._host.check_output(command))
-
-    def figures(self, path: str = "/metrics/gateway") -> str:
-        program = f"import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:8405{path}').read().decode())"
-        # What runs a command takes the last line's end away.
-        return self.run(f'python3 -c "{program}"') + "\n"
-
-    def command(self, text: str) -> str:
-        return self.run(f"echo '{text}' | socat - /run/haproxy/admin.sock")
-
-    def lives(self, worker: str) -> bool:
-        return f'gateway_worker_models_read{{worker="{worker}"}} 1\n' in self.figures()
-
-    def complete(self, model: str = MODEL, **more: object) -> Answer:
-        return self.ask(
-            "POST", "/v1/completions", {"model": model, "prompt": "hello", "max_tokens": 2, **more}, 60
-        )
-
-    def line(self, request_id: str) -> dict[str, object]:
-        """A request's line in the access log."""
-        found = self.run(f"journalctl --identifier haproxy --output cat --grep '{request_id}' --no-pager")
-        return dict(json.loads(found[found.index("{") :].splitlines()[0]))
-
-
 def key_of(client: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {KEYS[client]}", "Content-Type": "application/json"}
 
@@ -171,9 +135,8 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Copy]]:
 @pytest.fixture(scope="module", params=GATEWAYS)
 def installed(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Installed:
     inventory = pytestconfig.getoption("ansible_inventory")
-    return Installed(
-        request.param, testinfra.get_host(f"ansible://{request.param}", ansible_inventory=inventory)
-    )
+    host = testinfra.get_host(f"ansible://{request.param}", ansible_inventory=inventory)
+    return Installed(GATEWAYS[request.param][0], host, key_of("alice"))
 
 
 @pytest.fixture
@@ -184,13 +147,9 @@ def gateway(installed: Installed, copies: list[Copy], others: dict[str, Worker])
     return installed
 
 
-def all_at_once(asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
-    with ThreadPoolExecutor(len(asks)) as pool:
-        return [future.result() for future in [pool.submit(ask) for ask in asks]]
-
-
 def test_it_is_the_haproxy_of_its_debian(gateway: Installed) -> None:
-    assert f"HAProxy version {gateway.release}." in gateway.run("haproxy -v")
+    release = dict(GATEWAYS.values())[gateway.address]
+    assert f"HAProxy version {release}." in gateway.run("haproxy -v")
     assert gateway.run("haproxy -c -q -f /etc/haproxy/haproxy.cfg 2>&1") == ""
 
 

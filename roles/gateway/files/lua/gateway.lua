@@ -11,6 +11,7 @@
 --                         pool that is to have it), where there is one
 --   service lua.models    GET /v1/models and /v1/models/NAME
 --   service lua.metrics   for Prometheus;  `show gateway` on HAProxy's socket: for people
+--   service lua.catalogue the workers and their models as JSON, for programs
 --
 -- GATEWAY_ROUTING names the file with the workers and settings, which the role writes.
 
@@ -830,6 +831,19 @@ core.register_service("metrics", "http", function(applet)
   family(lines, "sets_without_pool", "gauge", "Sets of workers that gateway_pools has no place for.", counts.left_out)
   family(lines, "task_failures_total", "counter", "Errors in the gateway's own program.", counts.restarts)
   send(applet, 200, "text/plain; version=0.0.4", table.concat(lines, "\n") .. "\n")
+end)
+
+core.register_service("catalogue", "http", function(applet)
+  local found = {}
+  for index, worker in ipairs(workers) do
+    found[index] = {
+      name = worker.name,
+      state = worker.state,
+      warm = routes.sorted_keys(worker.warm),
+      cold = routes.sorted_keys(worker.cold),
+    }
+  end
+  send(applet, 200, "application/json", json.encode({ workers = found }))
 end)
 
 local STATES = {

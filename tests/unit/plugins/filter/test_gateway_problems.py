@@ -41,6 +41,7 @@ GOOD: dict[str, Any] = {
     "retry_after": 10,
     "max_connections": 4096,
     "threads": 2,
+    "critical_models": [],
     "aliases": {},
     "spill_after": 0,
     "affinity": False,
@@ -202,6 +203,10 @@ def test_good(changes: dict[str, Any]) -> None:
         (
             {"workers": [{**WORKER, "models": 5}]},
             "gateway_workers (a): models has 5; allowed is a list of models' names, as it tells them.",
+        ),
+        (
+            {"critical_models": ["qwen3.8-flash-next", 5]},
+            "gateway_critical_models has 5; allowed are names of models, as clients ask for them. Mend it.",
         ),
         (
             {"aliases": {"chat": 5}},

@@ -234,3 +234,74 @@ def test_what_cannot_be_used(hostvars: dict[str, dict[str, Any]], message: str) 
 def test_a_spark_that_is_not_there_is_named() -> None:
     with pytest.raises(AnsibleFilterError, match="gateway_sparks names z, not in the inventory"):
         gateway_workers(["a", "z"], {"a": A}, DEFAULTS, PRESETS)
+
+
+SERVERS = [
+    {"name": "small", "path": "/srv/small.gguf", "port": 8101, "memory_gib": 8, "model": "small-4b"},
+    {
+        "name": "coder",
+        "path": "/srv/coder.gguf",
+        "port": 8102,
+        "memory_gib": 8,
+        "max_requests": 2,
+        "weight": 3,
+    },
+]
+OF_A_BOX = {
+    "host": "box",
+    "kind": "llama_cpp",
+    "on_demand": False,
+    "health_path": "/health",
+    "keep_alive": 0,
+    "address": "192.0.2.30",
+}
+BOX_SMALL = {
+    **OF_A_BOX,
+    "name": "box-small",
+    "models": ["small-4b"],
+    "port": 8101,
+    "health_port": 9101,
+    "max_requests": 4,
+    "weight": 1,
+}
+BOX_CODER = {
+    **OF_A_BOX,
+    "name": "box-coder",
+    "models": ["coder"],
+    "port": 8102,
+    "health_port": 9102,
+    "max_requests": 2,
+    "weight": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "further", "expected"),
+    [
+        pytest.param({}, [], [BOX_SMALL, BOX_CODER], id="as it says"),
+        pytest.param(
+            {"vllm_api_key": "shared"},
+            [],
+            [{**BOX_SMALL, "key": "shared"}, {**BOX_CODER, "key": "shared"}],
+            id="with the key of all",
+        ),
+        pytest.param(
+            {"vllm_api_key": "shared", "worker_api_key": "own"},
+            [{"name": "box-small", "weight": 0}],
+            [{**BOX_SMALL, "key": "own", "weight": 0}, {**BOX_CODER, "key": "own"}],
+            id="with one of its own, and another weight",
+        ),
+        pytest.param({"worker_servers": None}, [], [], id="without a server"),
+    ],
+)
+def test_the_servers_of_a_box(
+    variables: dict[str, Any], further: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> None:
+    hostvars = {"box": {"ansible_host": "192.0.2.30", "worker_servers": SERVERS, **variables}}
+    assert gateway_workers([], hostvars, DEFAULTS, PRESETS, further, ["box"]) == expected
+
+
+def test_a_box_that_cannot_be_is_named() -> None:
+    hostvars = {"box": {"worker_servers": [{**SERVERS[0], "port": 0}]}}
+    with pytest.raises(AnsibleFilterError, match="of box: port is 0; allowed is a whole number"):
+        gateway_workers([], hostvars, DEFAULTS, PRESETS, boxes=["box"])
