@@ -20,7 +20,7 @@ MODEL = "/srv/models/tiny-random"
 KEY = "parity-key"
 READY_SECONDS = 240  # real vLLM takes 25 on an idle machine
 
-IMAGES = {"standin": "twospark/engine-standin:parity", "vllm": "twospark/engine-vllm-cpu:1"}
+IMAGES = {"standin": "twospark/engine-standin:1", "vllm": "twospark/engine-vllm-cpu:1"}
 ENVIRONMENT = {"standin": {"STANDIN_LOAD_SECONDS": "2", "STANDIN_SPEED": "5"}, "vllm": {}}
 # What both are started with: the first two only make vLLM lean on a processor.
 FLAGS = ["--enforce-eager", "--kv-cache-memory-bytes", "67108864", "--max-model-len", "4096"]
