@@ -226,13 +226,15 @@ def _servers_of(box: str, variables: Mapping[str, Any]) -> list[dict[str, Any]]:
     if plan["problems"]:
         raise AnsibleFilterError(" ".join(plan["problems"]))
     key = variables.get("worker_api_key") or variables.get("vllm_api_key") or ""
+    listens_at = str(variables.get("worker_host") or "0.0.0.0")
+    everywhere = listens_at in ("0.0.0.0", "::")
     return [
         {
             "name": f"{box}-{server['name']}",
             "host": box,
             "kind": "llama_cpp",
             "models": [server["model"]],
-            "address": str(variables.get("ansible_host") or box),
+            "address": str(variables.get("ansible_host") or box) if everywhere else listens_at,
             **{name: server[name] for name in ("port", "health_port", "max_requests", "weight")},
             **({"key": key} if key else {}),
         }

@@ -84,9 +84,9 @@ def chosen(wanted: Sequence[str], there: Sequence[str]) -> list[str]:
     """The devices that NCCL takes for these words: each a prefix, or after ``=`` a whole name, and maybe with ``:PORT``. One that
     matches nothing stands for itself. Words that exclude (``^``) choose nothing in particular."""
     found: list[str] = []
-    for word in wanted:
-        if wanted[0].startswith("^"):
-            return []
+    if wanted and wanted[0].startswith("^"):
+        return []
+    for word in filter(None, wanted):
         name, colon, port = word.lstrip("=").partition(":")
         matching = [one for one in there if one == name or (one.startswith(name) and word[0] != "=")]
         found += [one + colon + port for one in sorted(matching) or [name]]
@@ -112,7 +112,7 @@ def networks(text: str) -> tuple[str, ...]:
         return tuple(
             str(ipaddress.ip_network(f"{entry['local']}/{entry['prefixlen']}", strict=False))
             for entry in found
-            if entry.get("scope") != "link"
+            if (entry.get("family"), entry.get("scope")) != ("inet6", "link")
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return ()

@@ -13,9 +13,14 @@ from typing import Any
 Worker = Mapping[str, Any]
 
 
-def placement_warnings(models: Iterable[str], workers: Sequence[Worker]) -> list[str]:
-    """Warn of each of the ``models`` that fewer than two of the ``workers`` have loaded: what a loss would mean, and what to do."""
-    return [warning for model in models if (warning := _warning(model, workers))]
+def placement_warnings(
+    models: Iterable[str], workers: Sequence[Worker], sparks: Sequence[str] = ()
+) -> list[str]:
+    """Warn of each of the ``models`` that fewer than two of the ``workers`` have loaded: what a loss would mean, and what to do.
+
+    ``sparks`` are the workers that are copies on Sparks; a pair of them in mode tp is a worker of its own, named after its head.
+    """
+    return [warning for model in models if (warning := _warning(model, workers, sparks))]
 
 
 def places(models: Iterable[str], workers: Sequence[Worker]) -> dict[str, list[str]]:
@@ -23,16 +28,22 @@ def places(models: Iterable[str], workers: Sequence[Worker]) -> dict[str, list[s
     return {model: _names(worker for worker in workers if _is_warm(model, worker)) for model in models}
 
 
-def _warning(model: str, workers: Sequence[Worker]) -> str:
+def _warning(model: str, workers: Sequence[Worker], sparks: Sequence[str]) -> str:
     warm = places([model], workers)[model]
     if len(warm) > 1:
         return ""
     cold = _names(worker for worker in workers if worker["state"] == "read" and model in worker["cold"])
     mute = _names(worker for worker in workers if worker["state"] == "failed")
+    pairs = [f"{spark}-tp" for spark in sparks]
+    is_tp = any(name in pairs for name in warm)
+    # Of copies and pair only one can serve at a time.
+    excluded = sparks if is_tp else pairs
     away = _names(
         worker
         for worker in workers
-        if worker["state"] in ("down", "unread", "unreachable") and model in worker["warm"]
+        if worker["state"] in ("down", "unread", "unreachable")
+        and model in worker["warm"]
+        and worker["name"] not in excluded
     )
     where = f"on {warm[0]} alone" if warm else "nowhere"
     after = "; should that be lost, " if warm else "; "
@@ -43,6 +54,7 @@ def _warning(model: str, workers: Sequence[Worker]) -> str:
     else:
         loss = "nobody serves it"
     advice = [
+        *(["switch to mode replica, since in mode tp the pair is one worker"] if is_tp else []),
         *([f"bring back {' and '.join(away)}, which had it or shall have it"] if away else []),
         *([f"ask {' or '.join(cold)} for it once and let it stay loaded there"] if cold else []),
         *([f"mend {' and '.join(mute)}, so that it tells its models"] if mute else []),

@@ -115,8 +115,21 @@ def engine_arguments(docker_command: Sequence[str], image: str) -> list[str]:
 
 def mounted_alike(docker_command: Sequence[str]) -> list[str]:
     """The folders of the host that a ``docker run`` command mounts at the same place."""
-    volumes = (word.partition("=")[2].split(":") for word in docker_command if word.startswith("--volume="))
-    return [volume[0] for volume in volumes if len(volume) > 1 and volume[0] == volume[1]]
+    found = []
+    for option, _equals, value in (word.partition("=") for word in docker_command):
+        if option == "--volume":
+            source, target = (*value.split(":"), "")[:2]
+        elif option == "--mount":
+            words = dict(word.partition("=")[::2] for word in value.split(","))
+            source, target = (
+                next((words[name] for name in names if name in words), "")
+                for names in (("source", "src"), ("target", "dst", "destination"))
+            )
+        else:
+            continue
+        if source and source == target:
+            found.append(source)
+    return found
 
 
 def help_command(docker_command: Sequence[str], image: str) -> list[str]:

@@ -143,7 +143,7 @@ class Spark:
             for port, pid, name in preflight.parse_listeners(out)
             if port in wanted.values()
         ]
-        listeners = [one for one in listeners if not any(unit in one.cgroup for unit in modes.UNITS.values())]
+        listeners = [one for one in listeners if not any(unit in one.cgroup for unit in preflight.OUR_UNITS)]
         names = {one["Id"]: one["Name"].lstrip("/") for one in self.containers()} if listeners else {}
         return preflight.port_problems(wanted, listeners, names)
 

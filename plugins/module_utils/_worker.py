@@ -49,6 +49,9 @@ OWNED_OPTIONS = {
     "n_ctx": "context",
     "n_parallel": "max_requests",
     "port": "port",
+    # The program that runs the server reads these; the log of a more talkative one has the end of the key.
+    "endpoint_metrics": "the role",
+    "verbosity": "the role",
 }
 
 
@@ -125,6 +128,8 @@ def _parameters(label: str, server: Mapping[str, Any], problems: Problems) -> di
         "n_ctx": server["context"] * server["max_requests"],
         "embedding": server["embeddings"],
         "ui": False,
+        # Prompts of before are kept in memory, 8 GiB of it, unless this says less.
+        "cache_ram_mib": 0,
         # It tells the last letters of its key to the log otherwise.
         "verbosity": 2,
         **batch,

@@ -21,6 +21,11 @@ options:
     type: list
     elements: str
     required: true
+  sparks:
+    description: The workers that are copies on Sparks. A pair of them in mode tp is a worker of its own, named after its head.
+    type: list
+    elements: str
+    default: []
   patience:
     description: Seconds that workers which have only just started get to tell their models.
     type: float
@@ -69,7 +74,9 @@ PAUSE_SECONDS = 0.5
 def read(url: str) -> list[dict[str, t.Any]] | None:
     """The workers as the gateway tells them; None when it does not answer."""
     try:
-        return list(json.loads(open_url(url, timeout=5, validate_certs=False).read())["workers"])
+        return list(
+            json.loads(open_url(url, timeout=5, validate_certs=False, use_proxy=False).read())["workers"]
+        )
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -80,6 +87,7 @@ def main() -> None:
         argument_spec={
             "url": {"type": "str", "required": True},
             "models": {"type": "list", "elements": "str", "required": True},
+            "sparks": {"type": "list", "elements": "str", "default": []},
             "patience": {"type": "float", "default": 5.0},
         },
         supports_check_mode=True,
@@ -87,10 +95,16 @@ def main() -> None:
     models: list[str] = module.params["models"]
     deadline = time.monotonic() + module.params["patience"]
     workers = read(module.params["url"])
-    while workers and placement.placement_warnings(models, workers) and time.monotonic() < deadline:
+    sparks: list[str] = module.params["sparks"]
+    while workers and placement.placement_warnings(models, workers, sparks) and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
         workers = read(module.params["url"])
-    for warning in placement.placement_warnings(models, workers or []) if workers is not None else []:
+    if workers is None:
+        module.warn(
+            f"Whether critical models (gateway_critical_models) would survive the loss of a worker is not known: {module.params['url']} "
+            "does not tell. Look at the gateway: ansible-playbook playbooks/status.yml; one of before needs playbooks/site.yml"
+        )
+    for warning in placement.placement_warnings(models, workers or [], sparks) if workers is not None else []:
         module.warn(warning)
     module.exit_json(
         changed=False, answered=workers is not None, places=placement.places(models, workers or [])

@@ -265,6 +265,22 @@ def test_nobody_comes_past_the_gateway(box: Box) -> None:
     assert box.ask(8101, "/v1/models", KEY)[0] == 200
 
 
+def test_a_new_key_reaches_every_server(box: Box, inventory: Path) -> None:
+    def both(key: str) -> list[int]:
+        return [box.ask(port, "/v1/models", key)[0] for port in (8101, 8102)]
+
+    status, told = play("site.yml", "--limit=box", "-e", "worker_api_key=another-key", inventory=inventory)
+    assert status == 0, told
+    assert (both("another-key"), both(KEY)) == ([200, 200], [401, 401])
+    status, told = play("site.yml", "--limit=box", inventory=inventory)
+    assert status == 0, told
+    assert (both("another-key"), both(KEY)) == ([401, 401], [200, 200])
+    pids = box.run("systemctl show llama-worker-small llama-worker-coder -p MainPID --value")
+    status, told = play("site.yml", "--limit=box", inventory=inventory)
+    assert (status, "changed=0" in told.rpartition("box :")[2]) == (0, True), told
+    assert box.run("systemctl show llama-worker-small llama-worker-coder -p MainPID --value") == pids
+
+
 def test_a_server_that_cannot_be_is_told_and_one_that_is_not_listed_goes(
     gateway: Installed, inventory: Path, cpu_box: Box
 ) -> None:

@@ -55,13 +55,19 @@ def test_a_firewall_on_the_direct_link() -> None:
 
 ADDRESSES = """[{}, {"ifname": "enp1s0f1np1", "addr_info": [
   {"family": "inet", "local": "192.0.2.1", "prefixlen": 24},
+  {"family": "inet", "local": "169.254.7.1", "prefixlen": 16, "scope": "link"},
   {"family": "inet6", "local": "fe80::1", "prefixlen": 64, "scope": "link"},
   {"family": "inet6", "local": "2001:db8::1", "prefixlen": 64, "scope": "global"}]}]"""
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [(ADDRESSES, ("192.0.2.0/24", "2001:db8::/64")), ("", ()), ("[{}]", ()), ('[{"addr_info":[{}]}]', ())],
+    [
+        (ADDRESSES, ("192.0.2.0/24", "169.254.0.0/16", "2001:db8::/64")),
+        ("", ()),
+        ("[{}]", ()),
+        ('[{"addr_info":[{}]}]', ()),
+    ],
 )
 def test_reading_addresses(text: str, found: tuple[str, ...]) -> None:
     assert fabric.networks(text) == found
@@ -83,6 +89,7 @@ def rail(
         (["=rocep1"], ["rocep1"]),
         (["mlx5_0"], ["mlx5_0"]),
         (["^rocep1s0f0", "x"], []),
+        ([""], []),
     ],
 )
 def test_what_nccl_chooses(wanted: list[str], found: list[str]) -> None:

@@ -101,3 +101,29 @@ def test_each_model_is_looked_at() -> None:
     ]
     assert places(["small", "big"], workers) == {"small": ["ollama"], "big": ["spark-a", "spark-b"]}
     assert placement_warnings([], workers) == []
+
+
+PAIR = [
+    worker("spark-a", "down", ["big"]),
+    worker("spark-b", "down", ["big"]),
+    worker("spark-a-tp", warm=["big"]),
+]
+COPIES = [
+    worker("spark-a", warm=["big"]),
+    worker("spark-b", "down", ["big"]),
+    worker("spark-a-tp", "down", ["big"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "advice"),
+    [
+        pytest.param(
+            PAIR, "switch to mode replica, since in mode tp the pair is one worker.", id="in mode tp"
+        ),
+        pytest.param(COPIES, "bring back spark-b, which had it or shall have it.", id="in mode replica"),
+    ],
+)
+def test_of_copies_and_pair_only_one_can_be_brought_back(workers: list[dict[str, Any]], advice: str) -> None:
+    (warning,) = placement_warnings(["big"], workers, ["spark-a", "spark-b"])
+    assert warning.endswith(f"To have it on two: {advice}")

@@ -132,7 +132,13 @@ def test_asking_the_engine_needs_no_name_or_secret_and_writes_nothing() -> None:
         *("docker", "run", "--rm", "--entrypoint=", "--gpus=all", "--volume=/opt/x:/opt/x:ro"),
         *(f"--label={preflight.HELP_LABEL}", "--network=none", "img", "vllm", "serve", "--help=all"),
     ]
-    assert preflight.mounted_alike([*COMMAND, "--volume=/a:/b", "--volume=c"]) == ["/a", "/opt/x"]
+    mounts = [
+        "--volume=/a:/b",
+        "--volume=c",
+        "--mount=type=bind,src=/m,target=/m",
+        "--mount=type=bind,src=/m,dst=/n",
+    ]
+    assert preflight.mounted_alike([*COMMAND, *mounts]) == ["/a", "/opt/x", "/m"]
     assert preflight.engine_arguments(COMMAND, "img") == ["vllm", "serve", "/m", "--x"]
 
 

@@ -31,6 +31,7 @@ def test_what_is_not_said_is_completed() -> None:
                 "n_ctx": 4 * 4096,
                 "embedding": False,
                 "ui": False,
+                "cache_ram_mib": 0,
                 "verbosity": 2,
             },
         }
