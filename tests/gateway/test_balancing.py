@@ -72,7 +72,7 @@ def shares(gateway: Gateway) -> tuple[Counter[str], dict[str, float]]:
         began = time.monotonic()
         answer = gateway.chat(seconds=0.02)
         assert answer.status == 200
-        return answer.served_by, time.monotonic() - began
+        return str(answer.served_by), time.monotonic() - began
 
     # Fewer at once than either has places: full workers would get what they finish.
     with ThreadPoolExecutor(8) as clients:
