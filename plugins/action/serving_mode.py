@@ -69,7 +69,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]  # ansible-core has no typ
                 if time.monotonic() > end:
                     raise
                 host = task_vars["inventory_hostname"]
-                Display().warning(
+                # No warning: Ansible keeps those until the task has ended.
+                Display().display(
                     f"{host} is not reached, which is tried for {PATIENCE_SECONDS} s: {failure}"
                 )
                 time.sleep(2)

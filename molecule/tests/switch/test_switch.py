@@ -239,13 +239,16 @@ def test_a_network_that_blinks_undoes_nothing(pair: list[Spark]) -> None:
     run = start("switch_mode.yml", "-e", "mode=tp")
     assert run.stdout
     said = []
-    for line in run.stdout:
-        said.append(line)
-        if re.match(r"spark-b \d+:\d\d loading", line):
-            pair[1].hang_up()
-            pair[1].shut()
-        if "spark-b is not reached, which is tried for" in line:
-            pair[1].open()
+    try:
+        for line in run.stdout:
+            said.append(line)
+            if re.match(r"spark-b \d+:\d\d loading", line):
+                pair[1].hang_up()
+                pair[1].shut()
+            if "spark-b is not reached, which is tried for" in line:
+                pair[1].open()
+    finally:
+        pair[1].open()
     assert run.wait(300) == 0, "".join(said)
     assert any("spark-b is not reached, which is tried for" in line for line in said), "nothing blinked"
 

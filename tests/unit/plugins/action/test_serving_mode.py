@@ -66,7 +66,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     display = MagicMock()
-    display.display.side_effect = display.warning.side_effect = lines.append
+    display.display.side_effect = lines.append
     monkeypatch.setattr(action, "Display", lambda: display)
     return lines
 
