@@ -10,7 +10,7 @@ short_description: Warn of models whose worker has no stand-in
 version_added: 0.1.0
 description:
   - Reads from a gateway which worker has which model loaded, and warns of each model that fewer than two have, with what to do.
-  - Never fails because of that, and warns of nothing where the gateway does not answer. Changes nothing.
+  - Never fails because of that. Where the gateway does not answer it warns that nothing is known. Changes nothing.
 options:
   url:
     description: The gateway's catalogue, C(/catalogue) on its port for monitors.
@@ -104,8 +104,9 @@ def main() -> None:
             f"Whether critical models (gateway_critical_models) would survive the loss of a worker is not known: {module.params['url']} "
             "does not tell. Look at the gateway: ansible-playbook playbooks/status.yml; one of before needs playbooks/site.yml"
         )
-    for warning in placement.placement_warnings(models, workers or [], sparks) if workers is not None else []:
-        module.warn(warning)
+    else:
+        for warning in placement.placement_warnings(models, workers, sparks):
+            module.warn(warning)
     module.exit_json(
         changed=False, answered=workers is not None, places=placement.places(models, workers or [])
     )
