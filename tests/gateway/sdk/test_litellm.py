@@ -34,8 +34,9 @@ ENDLESS: dict[str, Any] = {"max_tokens": LONG, "ignore_eos": True}
 
 pytestmark = [
     pytest.mark.usefixtures("endpoint"),
-    # Of its own types, as it makes them.
+    # Of its own types, as it makes and reads them.
     pytest.mark.filterwarnings("ignore::UserWarning:pydantic"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:litellm"),
 ]
 
 
