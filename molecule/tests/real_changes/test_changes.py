@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from playbook import play
-from real import KEY, MODEL, clients
+from real import KEY, MODEL, ask, clients
 from spark import Spark
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def copies(sparks: Callable[[str], list[Spark]]) -> list[Spark]:
 
 def model_of(copy: Spark) -> str:
     """The folder that the copy's engine says that it serves."""
-    text = copy.run(f"curl --silent --header 'Authorization: Bearer {KEY}' localhost:8000/v1/models")
-    (model,) = json.loads(text)["data"]
+    (model,) = ask(copy, "GET", "/v1/models", authorization=f"Bearer {KEY}").json()["data"]
     assert model["id"] == MODEL
     return str(model["root"])
 

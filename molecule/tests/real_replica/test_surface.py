@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from real import KEY, MODEL, metric
+from real import KEY, MODEL, ask, metric
 from spark import Spark, until
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "weather",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Bern", "Basel"]}},
@@ -80,13 +81,13 @@ def test_a_stream(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called(client: openai.OpenAI, stream: bool) -> None:
-    """Random weights choose nothing by themselves: which tool is named, and the grammar leaves them no other words."""
+    """Random weights choose nothing by themselves: the tool is named, and a strict one's grammar leaves them no other words."""
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": ASKED,
         "tools": [WEATHER],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        "max_tokens": 200,
+        "max_tokens": 1000,
     }
     if stream:
         deltas = [
@@ -137,8 +138,8 @@ def test_what_the_engine_tells_of_its_room(copies: list[Spark], figure: Figure) 
     for copy in copies:
         capacity = copy.status()["capacity"]
         figure(f"{copy}: {capacity}")
-        gauge = copy.run("curl --silent localhost:8000/metrics | grep ^vllm:cache_config_info")
-        (tokens,) = re.findall(r'kv_cache_size_tokens="(\d+)"', gauge)
+        gauge = ask(copy, "GET", "/metrics").text
+        (tokens,) = re.findall(r'^vllm:cache_config_info.*kv_cache_size_tokens="(\d+)"', gauge, re.MULTILINE)
         assert capacity["kv_tokens"] == int(tokens) > 0
         assert capacity["context_tokens"] == 4096
         assert capacity["full_context_requests"] == pytest.approx(int(tokens) / 4096, abs=0.01)
@@ -151,19 +152,20 @@ OPEN = ("/metrics", "/load", "/version", "/docs", "/openapi.json", "/tokenize", 
 
 @pytest.mark.parametrize("path", GUARDED)
 def test_the_engine_asks_for_its_key(copies: list[Spark], path: str) -> None:
-    def status(*options: str) -> str:
-        ask = "curl --silent --output /dev/null --write-out '%{http_code}' --request"
-        method = "GET" if path == "/v1/models" else "POST"
-        return copies[0].run(f"{ask} {method} {' '.join(options)} localhost:8000{path}")
+    method = "GET" if path == "/v1/models" else "POST"
 
-    assert status() == "401"
-    assert status("--header", "'Authorization: Bearer other'") == "401"
-    assert status("--header", f"'x-api-key: {KEY}'") == "401"
-    assert status("--header", f"'Authorization: Bearer {KEY}'") != "401"
+    def status(**headers: str) -> int:
+        return ask(copies[0], method, path, **headers).status_code
+
+    assert status() == 401
+    assert status(authorization="Bearer other") == 401
+    assert status(x_api_key=KEY) == 401
+    assert status(authorization=f"Bearer {KEY}") != 401
 
 
 @pytest.mark.parametrize("path", OPEN)
 def test_what_the_engine_leaves_open_does_not_pass_the_gateway(endpoint: Endpoint, path: str) -> None:
     answer: Answer = endpoint.get(path)
-    assert (answer.status, answer.served_by) == (404, "")
+    assert answer.status in (403, 404)
+    assert answer.served_by == ""
     assert answer.body["error"]["message"]
