@@ -107,6 +107,7 @@ test-real: setup ## Real vLLM without a GPU on simulated Sparks (installs 3 GB o
 	@$(STEP) docker-engine simulator/docker-engine
 	@$(STEP) images simulator/images vllm-cpu
 	@$(STEP) parity pytest tests/parity
+	@$(STEP) clients pytest tests/clients
 	@$(STEP) leftovers $(MAKE) leftovers
 	@$(STEP) real-engine molecule test --scenario-name real_engine
 

@@ -51,10 +51,10 @@ def run_options(which: str) -> list[str]:
     return options + [f"--env={name}={value}" for name, value in ENVIRONMENT[which].items()]
 
 
-def command(which: str, words: list[str], seconds: float = 120) -> tuple[int, str]:
+def command(which: str, words: list[str], seconds: float = 120, *options: str) -> tuple[int, str]:
     """Run a command in the engine's image to its end; returns its exit status and what it printed."""
     done = subprocess.run(
-        ["docker", "run", "--rm", "--init", *run_options(which), IMAGES[which], *words],
+        ["docker", "run", "--rm", "--init", *run_options(which), *options, IMAGES[which], *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
