@@ -63,6 +63,10 @@ def _rendered() -> dict[str, list[str]]:
 
 RENDERED = _rendered()
 
+# What config.yml says beside --max-num-seqs 8.
+_OF_CONFIG = "--enable-prefix-caching --no-enforce-eager --served-model-name a b"
+_OF_CONFIG += ' --speculative-config \'{"method": "ngram"}\''
+
 # Each is understood as the line beside it.
 SPELLINGS = {
     "--max_num_seqs 8": "--max-num-seqs 8",
@@ -86,9 +90,10 @@ SPELLINGS = {
     "-O3": "--optimization-level 3",
     "--enforce-eager --no-enforce-eager": "--no-enforce-eager",
     "--max-num-seqs 4 --max-num-seqs 8": "--max-num-seqs 8",
-    "--config /parity/config.yml": "--max-num-seqs 8 --enable-prefix-caching --no-enforce-eager --served-model-name a b "
-    '--speculative-config \'{"method": "ngram"}\'',
-    "--max-num-seqs 4 --config /parity/config.yml": "--config /parity/config.yml --max-num-seqs 4",
+    "--config /parity/config.yml": f"--max-num-seqs 8 {_OF_CONFIG}",
+    # The command line wins, wherever the file is named.
+    "--max-num-seqs 4 --config /parity/config.yml": f"--max-num-seqs 4 {_OF_CONFIG}",
+    "--config /parity/config.yml --max-num-seqs 4": f"--max-num-seqs 4 {_OF_CONFIG}",
 }
 
 # The exit status, and what is said.

@@ -252,7 +252,9 @@ def with_config_file(argv: Sequence[str]) -> list[str]:
     flags: list[str] = []
     for key, value in yaml.safe_load(path.read_text()).items():
         if isinstance(value, bool):
-            flags += [f"--{key}"] if value else [f"--no-{key}"]
+            # One that cannot be switched off is off already.
+            flag = f"--{key}" if value else f"--no-{key}"
+            flags += [flag] if value or any(flag in known["opts"] for known in FLAGS) else []
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)] if value else []
         else:
