@@ -33,7 +33,7 @@ class Spark:
         self.mode = mode
         self.unit = f"vllm-{mode}"
         self._host = host
-        self._address = address
+        self.address = address
         self._container = container
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Spark:
 
     def ask(self, path: str) -> tuple[int, str]:
         """Ask the agent; status 0 when it does not answer."""
-        url = f"http://{self._address}:{_AGENT_PORTS[self.mode]}{path}"
+        url = f"http://{self.address}:{_AGENT_PORTS[self.mode]}{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 return answer.status, answer.read().decode()

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # A worker as the gateway tells it (GET /catalogue on its port for monitors): `name`, `warm` (the models that it has loaded, as it
-# told last, or as the inventory announces them), `cold` (those that it would load), and `state`: "read" (live, and tells its
-# models), "failed" (live, but does not tell them), "unreachable", "unread" (being asked), "down".
+# told last, or as the inventory announces them), `cold` (those that it would load), `address` (of its machine), `weight` (0: it gets
+# nothing) and `state`: "read" (live, and tells its models), "failed" (live, but does not tell them), "unreachable", "unread" (being
+# asked), "down".
 Worker = Mapping[str, Any]
 
 
 def placement_warnings(
     models: Iterable[str], workers: Sequence[Worker], sparks: Sequence[str] = ()
 ) -> list[str]:
-    """Warn of each of the ``models`` that fewer than two of the ``workers`` have loaded: what a loss would mean, and what to do.
+    """Warn of each of the ``models`` that the ``workers`` of fewer than two machines have loaded: what a loss would mean, and what to do.
 
     ``sparks`` are the workers that are copies on Sparks; a pair of them in mode tp is a worker of its own, named after its head.
     """
@@ -29,10 +30,15 @@ def places(models: Iterable[str], workers: Sequence[Worker]) -> dict[str, list[s
 
 
 def _warning(model: str, workers: Sequence[Worker], sparks: Sequence[str]) -> str:
-    warm = places([model], workers)[model]
-    if len(warm) > 1:
+    having = [worker for worker in workers if _is_warm(model, worker)]
+    if len({worker["address"] for worker in having}) > 1:
         return ""
-    cold = _names(worker for worker in workers if worker["state"] == "read" and model in worker["cold"])
+    warm = _names(having)
+    cold = _names(
+        worker
+        for worker in workers
+        if worker["state"] == "read" and worker["weight"] and model in worker["cold"]
+    )
     mute = _names(worker for worker in workers if worker["state"] == "failed")
     pairs = [f"{spark}-tp" for spark in sparks]
     is_tp = any(name in pairs for name in warm)
@@ -45,7 +51,13 @@ def _warning(model: str, workers: Sequence[Worker], sparks: Sequence[str]) -> st
         and model in worker["warm"]
         and worker["name"] not in excluded
     )
-    where = f"on {warm[0]} alone" if warm else "nowhere"
+    where = (
+        "on one machine alone, by " + " and ".join(warm)
+        if warm[1:]
+        else f"on {warm[0]} alone"
+        if warm
+        else "nowhere"
+    )
     after = "; should that be lost, " if warm else "; "
     if cold:
         loss = f"requests wait until {' or '.join(cold)} has loaded it (a cold load)"
@@ -64,7 +76,7 @@ def _warning(model: str, workers: Sequence[Worker], sparks: Sequence[str]) -> st
 
 
 def _is_warm(model: str, worker: Worker) -> bool:
-    return worker["state"] == "read" and model in worker["warm"]
+    return worker["state"] == "read" and worker["weight"] and model in worker["warm"]
 
 
 def _names(workers: Iterable[Worker]) -> list[str]:

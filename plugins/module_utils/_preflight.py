@@ -83,8 +83,22 @@ def _owner(listener: Listener, containers: Mapping[str, str]) -> tuple[str, str]
 
 
 def parse_help(text: str) -> list[str]:
-    """The flags that ``vllm serve --help=all`` lists."""
-    return sorted(set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text)))
+    """The flags that ``vllm serve --help=all`` lists, and those that it hides: since 0.33 ``--enable-x`` stands there with
+    ``--disable-x``, and its older ``--no-enable-x`` is taken and not shown."""
+    flags = set()
+    # A flag begins a line; what is said of it is indented deeper, and may name others.
+    for line in re.findall(r"^  (-.*)", text, re.MULTILINE):
+        names = re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", line)
+        flags |= {*names, *(f"--no-{name[2:]}" for name in names[:1] if _opposite(name) in names)}
+    return sorted(flags)
+
+
+def _opposite(flag: str) -> str:
+    """Of ``--enable-x`` that is ``--disable-x``, and the other way round."""
+    for one, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+        if flag.startswith(one):
+            return other + flag.removeprefix(one)
+    return ""
 
 
 def flag_problems(argv: Sequence[str], known: Collection[str], image: str) -> list[str]:
@@ -96,8 +110,7 @@ def flag_problems(argv: Sequence[str], known: Collection[str], image: str) -> li
     problems = []
     for flag in dict.fromkeys(command.flag_names(argv)):
         bare = command.flag_name(flag).partition(".")[0]
-        # Every --enable-x is listed with its --no-enable-x or (since 0.33) its --disable-x; the --no- form works in all.
-        if bare in names or (bare.startswith("no-") and bare[3:] in names):
+        if bare in names:
             continue
         near = difflib.get_close_matches(bare, names, n=3)
         hint = f" Did you mean {' or '.join('--' + name for name in near)}?" if near else ""

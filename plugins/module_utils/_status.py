@@ -141,8 +141,16 @@ def _row(host: str, info: Mapping[str, Any]) -> list[str]:
         str(requests.get("running", "-")),
         str(requests.get("waiting", "-")),
         "-" if speed is None else f"{speed:.0f}",
-        "-" if cache is None else f"{cache:.0%}",
+        "-" if cache is None else f"{cache:.0%}" + _room(agent.get("capacity") or {}),
     ]
+
+
+def _room(capacity: Mapping[str, Any]) -> str:
+    """How much the KV cache holds, as the engine told when it started."""
+    tokens, requests = capacity.get("kv_tokens"), capacity.get("full_context_requests")
+    if tokens is None:
+        return ""
+    return f" of {tokens:,} tokens" + (f" ({requests:g} full contexts)" if requests is not None else "")
 
 
 def _why(unit: Mapping[str, Any]) -> str:

@@ -81,7 +81,8 @@ agent:
   description: What the running agent says of its engine; none when no agent answers.
   returned: success
   type: dict
-  sample: {mode: replica, phase: serving, requests: {running: 3, waiting: 0}, tokens_per_second: 92.5, kv_cache_usage: 0.12}
+  sample: {mode: replica, phase: serving, requests: {running: 3, waiting: 0}, tokens_per_second: 92.5, kv_cache_usage: 0.12,
+           capacity: {kv_tokens: 760001, context_tokens: 262144, full_context_requests: 2.9}}
 """
 
 from ansible.module_utils.basic import AnsibleModule

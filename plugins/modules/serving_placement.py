@@ -9,7 +9,8 @@ module: serving_placement
 short_description: Warn of models whose worker has no stand-in
 version_added: 0.1.0
 description:
-  - Reads from a gateway which worker has which model loaded, and warns of each model that fewer than two have, with what to do.
+  - Reads from a gateway which worker has which model loaded, and warns of each model that workers of
+    fewer than two machines have, with what to do.
   - Never fails because of that. Where the gateway does not answer it warns that nothing is known. Changes nothing.
 options:
   url:

@@ -569,6 +569,13 @@ class Gateway:
             connection.sendall(text.encode() + b"\n")
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
+    def in_flight(self, worker: str = "") -> float:
+        """How many requests HAProxy counts at a worker, or at all: some time after the worker and its client do."""
+        lines = self.metrics("/metrics?scope=server").body.decode().splitlines()
+        label = f'server="{worker}"' if worker else "server="
+        sessions = (line for line in lines if line.startswith("haproxy_server_current_sessions{"))
+        return sum(float(line.split()[1]) for line in sessions if label in line)
+
     def waiting(self) -> float:
         lines = self.metrics("/metrics?scope=backend&scope=server").body.decode().splitlines()
         # Of two threads that take a worker's last place at once, one's request waits for that worker.
@@ -594,6 +601,16 @@ class Clients:
 
     def chats(self, count: int, /, **what: Any) -> list[Future[Answer]]:
         return [self._pool.submit(self.gateway.chat, **what) for _ in range(count)]
+
+    def held(self, count: int) -> list[Future[Answer]]:
+        """Such as wait for `release`, each sent when the one before is counted: of threads that choose at once two may
+        choose the same worker."""
+        held = []
+        before = self.gateway.in_flight()
+        for number in range(1, count + 1):
+            held += self.chats(1, hold=True)
+            until(lambda: self.gateway.in_flight() == before + number)  # noqa: B023  (called at once)
+        return held
 
     def close(self) -> None:
         self._pool.shutdown()

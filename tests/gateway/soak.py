@@ -137,12 +137,6 @@ def memory(gateway: Gateway) -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-def in_flight(gateway: Gateway) -> float:
-    lines = gateway.metrics("/metrics?scope=server&scope=backend").body.decode().splitlines()
-    names = ("haproxy_server_current_sessions{", "haproxy_backend_current_queue{")
-    return sum(float(line.split()[1]) for line in lines if line.startswith(names))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
@@ -167,8 +161,8 @@ def main() -> int:
                         told = time.monotonic()
                         print(f"{sum(load.seen.values())} requests, {samples[-1]:.0f} MB", flush=True)
             with contextlib.suppress(AssertionError):
-                until(lambda: in_flight(gateway) == 0, 10)
-            left = in_flight(gateway)
+                until(lambda: gateway.in_flight() + gateway.waiting() == 0, 10)
+            left = gateway.in_flight() + gateway.waiting()
             failures = gateway.figure("task_failures_total")
             held = gateway.held()
             served = gateway.chat().status

@@ -274,6 +274,7 @@ def test_nobody_waits_for_a_full_copy_while_another_is_free(
     assert gateway.chat().served_by == other.name
     home.release(12)
     assert {answer.status for answer in answers(first + later)} == {200}
+    until(lambda: gateway.in_flight() == 0)
     assert gateway.chat().served_by == home.name
 
 

@@ -53,13 +53,15 @@ def test_the_cap_holds_under_many_short_requests(clients: Clients, spark_a: Work
     assert max(spark_a.most_in_flight, spark_b.most_in_flight) <= 12
 
 
-def test_the_least_loaded_worker_is_next(clients: Clients, spark_a: Worker, spark_b: Worker) -> None:
+def test_the_least_loaded_worker_is_next(
+    gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
+) -> None:
     """Where one copy is slow, the other does its work."""
-    slow = clients.chats(8, hold=True)
-    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (4, 4))
+    slow = clients.held(8)
+    assert (spark_a.in_flight, spark_b.in_flight) == (4, 4)
     spark_b.release(4)
-    until(lambda: spark_b.in_flight == 0)
-    quick = answers(clients.chats(4, seconds=0.1))
+    until(lambda: gateway.in_flight("spark-b") == 0)
+    quick = answers(clients.chats(3, seconds=0.1))
     assert {answer.served_by for answer in quick} == {"spark-b"}
     spark_a.release(4)
     answers(slow)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.conftest import MANY_PORTS, gateway_of
-from tests.gateway.rig import MODEL, Clients, Gateway, Worker, answers, until
+from tests.gateway.rig import LOOPBACK, MODEL, Clients, Gateway, Worker, answers, until
 
 # A worker is asked so often, in seconds.
 CADENCE = 2
@@ -188,6 +188,7 @@ def test_programs_can_look_at_it(farm: Gateway, spark_b: Worker, embed: Worker) 
         "box": ["large:70b"],
         "swap": ["chat", "coder", MODEL],
     }
+    assert {(worker["address"], worker["weight"]) for worker in told} == {(LOOPBACK, 1)}
 
 
 def test_people_can_look_at_it(farm: Gateway, spark_b: Worker, embed: Worker) -> None:

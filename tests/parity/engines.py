@@ -18,7 +18,7 @@ from typing import Any
 CACHE = Path(os.environ.get("TWOSPARK_CACHE") or Path.home() / ".cache/twospark")
 MODEL = "/srv/models/tiny-random"
 KEY = "parity-key"
-READY_SECONDS = 240  # real vLLM takes 25 on an idle machine
+READY_SECONDS = 600  # real vLLM takes 25 on an idle machine, and has been seen to need 240
 
 IMAGES = {"standin": "twospark/engine-standin:1", "vllm": "twospark/engine-vllm-cpu:1"}
 ENVIRONMENT = {"standin": {"STANDIN_LOAD_SECONDS": "2", "STANDIN_SPEED": "5"}, "vllm": {}}

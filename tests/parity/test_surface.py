@@ -11,6 +11,7 @@ import pytest
 
 from tests.parity.conftest import Both
 from tests.parity.engines import shape
+from vllm_agent.progress import capacity
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -201,3 +202,13 @@ def test_as_many_at_once_as_were_allowed(both: Both) -> None:
         assert [one.result().status for one in asked] == [200] * 7, which
         assert max(running for running, _waiting in seen) == 4, which
         assert (4, 3) in seen, which
+
+
+def test_the_log_tells_the_room(both: Both) -> None:
+    """As the agent reads it."""
+    for which, engine in both.items():
+        told: dict[str, float] = {}
+        for line in engine.log.splitlines():
+            told |= capacity(line)
+        assert told["context_tokens"] == 4096, which
+        assert told["full_context_requests"] == pytest.approx(told["kv_tokens"] / 4096, abs=0.01), which

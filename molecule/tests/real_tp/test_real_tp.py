@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from load import DECEITS, HUNG
+from real import LOADS_WITHIN, MODEL, clients
 from spark import Spark, until
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ Figure = Callable[[str], None]
 
 HEAD, WORKER = 0, 1
 DOWN_WITHIN = 15
-LOADS_WITHIN = 300
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def pair(sparks: Callable[[str], list[Spark]]) -> list[Spark]:
 
 
 def answers(endpoint: Endpoint) -> bool:
-    answer = endpoint.complete(model="tiny-random")
+    answer = endpoint.complete(model=MODEL)
     return answer.status == 200 and "-tp2-" in answer.body["system_fingerprint"]
 
 
@@ -40,15 +41,20 @@ def test_a_rank_is_killed(endpoint: Endpoint, pair: list[Spark], figure: Figure,
     """The head's /health stays 200 when its worker is gone, and a worker without a head stays up for ever."""
     before = [spark.engine() for spark in pair]
     usual = [spark.processes() for spark in pair]
-    began = time.monotonic()
-    pair[rank].run("docker kill vllm-tp")
-    until(lambda: all(spark.engine() not in before for spark in pair), 60, "both ranks are down")
-    down = time.monotonic() - began
-    for spark in pair:
-        spark.wait_until_serving(LOADS_WITHIN)
-    until(lambda: answers(endpoint), 30, "the pair answers through the gateway")
-    figure(f"both down after {down:.1f} s, serving after {time.monotonic() - began:.1f} s")
+    with clients(endpoint, 2) as load:
+        time.sleep(3)
+        began = time.monotonic()
+        pair[rank].run("docker kill vllm-tp")
+        until(lambda: all(spark.engine() not in before for spark in pair), 60, "both ranks are down")
+        down = time.monotonic() - began
+        for spark in pair:
+            spark.wait_until_serving(LOADS_WITHIN)
+        until(lambda: answers(endpoint), 30, "the pair answers through the gateway")
+        back = time.monotonic() - began
+    figure(f"both down after {down:.1f} s, serving after {back:.1f} s; {load}")
     assert down < DOWN_WITHIN
+    # Who asked the rank that is gone is told; who asks meanwhile waits in the gateway, or is told when to come again.
+    assert not any(load.kinds[kind] for kind in (*DECEITS, HUNG)), load.replies
     assert [spark.processes() for spark in pair] == usual, "an orphan is left"
 
 

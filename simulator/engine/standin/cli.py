@@ -8,12 +8,12 @@ The flags come from the real parser's own table (`flags-0.33.0.json`); what the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +46,9 @@ DEFAULTS: dict[str, Any] = {
     "fingerprint_mode": "full",
 }
 
+_USAGE = "vllm [-v] serve [model_tag] [options]"
+_TASK_HINT = "Hint: --task is not a vllm serve option. For embedding, reranking, or reward models, use --runner pooling."
+_NEEDS = {"enable_auto_tool_choice": "tool_call_parser", "enable_log_outputs": "enable_log_requests"}
 _MULTIPLIERS = {
     "k": 10**3,
     "m": 10**6,
@@ -64,9 +67,14 @@ def human_readable_int(value: str) -> int:
     if not match:
         return int(value)
     number, suffix = match.groups()
-    if suffix.isupper():
-        return int(number) * _MULTIPLIERS[suffix]
-    return int(float(number) * _MULTIPLIERS[suffix])
+    if suffix.islower():
+        return int(float(number) * _MULTIPLIERS[suffix])
+    if "." in number:
+        raise argparse.ArgumentTypeError(
+            f"Decimals are not allowed with binary suffixes like {suffix}. "
+            f"Did you mean to use {number}{suffix.lower()} instead?"
+        )
+    return int(number) * _MULTIPLIERS[suffix]
 
 
 def human_readable_int_or_auto(value: str) -> int:
@@ -74,27 +82,33 @@ def human_readable_int_or_auto(value: str) -> int:
     return -1 if value.strip().lower() in ("-1", "auto") else human_readable_int(value)
 
 
-def json_value(value: str) -> Any:
-    """Any JSON value. argparse turns the error of bad JSON into exit status 2."""
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
+def config_object(flag: str, known_keys: Sequence[str]) -> Callable[[str], dict[str, Any]]:
+    """Reads a JSON object of known keys, and words what it refuses as pydantic does."""
+
+    def parse_dataclass(value: str) -> dict[str, Any]:
+        parsed: Any = {}
+        try:
+            parsed = json.loads(value)
+            unknown = sorted(set(parsed) - set(known_keys)) if isinstance(parsed, dict) else [""]
+            problems = [f"{key}\n  Unexpected keyword argument" for key in unknown]
+        except ValueError as error:
+            problems = [f"  Invalid JSON: {error}"]
+        if problems:
+            raise argparse.ArgumentTypeError(validation_errors(flag, problems))
+        return dict(parsed)
+
+    return parse_dataclass
 
 
-def json_object(value: str, known_keys: Sequence[str] | None) -> dict[str, Any]:
-    """A JSON object, with none but the known keys when these are known."""
-    parsed = json_value(value)
-    if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
-    if unknown := sorted(set(parsed) - set(known_keys or parsed)):
-        raise argparse.ArgumentTypeError(f"unknown keys {', '.join(unknown)} in {value}")
-    return parsed
+def validation_errors(flag: str, problems: Sequence[str]) -> str:
+    """What pydantic says of the configuration behind a flag."""
+    name = "".join(word.capitalize() for word in flag.split("-"))
+    return "\n".join([f"{len(problems)} validation error{'s' * (len(problems) > 1)} for {name}", *problems])
 
 
 def object_or_text(value: str) -> Any:
     """A JSON object where the value looks like one, else the text itself."""
-    return json_value(value) if value.lstrip().startswith("{") else value
+    return json.loads(value) if value.lstrip().startswith("{") else value
 
 
 def _value_type(name: str, table_type: str) -> Callable[[str], Any]:
@@ -102,19 +116,29 @@ def _value_type(name: str, table_type: str) -> Callable[[str], Any]:
     plain: dict[str, Callable[[str], Any]] = {
         "int": int,
         "float": float,
-        "loads": json_value,
+        "loads": json.loads,
         "union_dict_and_str": object_or_text,
         "human_readable_int": human_readable_int,
         "human_readable_int_or_auto": human_readable_int_or_auto,
     }
-    if kind == "object":
-        # The real parser leaves the keys of this one to the engine, which exits with 1.
-        keys = None if name == "speculative-config" else NAMES["object_keys"].get(name)
-        return partial(json_object, known_keys=keys)
     convert = plain.get(kind, str)
-    if table_type == "_optional_type":
-        return lambda value: None if value in ("", "None") else convert(value)
-    return convert
+    if kind == "object":
+        keys = NAMES["object_keys"].get(name)
+        # The real parser leaves the keys of this one to the engine, which exits with 1.
+        convert = config_object(name, keys) if keys and name != "speculative-config" else json.loads
+    return _optional(convert) if table_type == "_optional_type" else convert
+
+
+def _optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    def optional(value: str) -> Any:
+        if value in ("", "None"):
+            return None
+        try:
+            return convert(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"Value {value} cannot be converted to {convert}.") from error
+
+    return optional
 
 
 class _Switch(argparse.Action):
@@ -148,9 +172,8 @@ def _add_flag(parser: argparse.ArgumentParser, flag: dict[str, Any]) -> None:
         positive = [name, *(opt for opt in opts if not opt.startswith("--"))]
         parser.add_argument(*opts, dest=name[2:].replace("-", "_"), action=_Switch, positive=positive)
         return
-    dest = "gpu_memory_utilization" if "--gpu-memory-utilization" in opts else None
     name = next(opt for opt in opts if opt.startswith("--"))[2:]
-    dest = dest or name.replace("-", "_")
+    dest = name.replace("-", "_")
     options: dict[str, Any] = {
         "dest": dest,
         "type": _value_type(name, flag["value"]),
@@ -178,14 +201,19 @@ def normalise(argv: Sequence[str]) -> list[str]:
     objects: dict[str, dict[str, Any]] = {}
     words = iter(argv)
     for word in words:
-        if not word.startswith("--"):
-            result.append(word)
-            continue
         option, equals, value = word.partition("=")
+        if option == "--help":
+            # Of vLLM's help pages this has the one.
+            result.append(option)
+            continue
+        if optimised := re.fullmatch(r"-O=?(.+)", word):
+            result += ["--optimization-level", optimised[1]]
+            continue
         flag, dot, path = option.partition(".")
-        flag = flag.replace("_", "-")
-        if not dot:
-            result.append(flag + equals + value)
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+        if not dot or not re.match("--?[a-z]", flag):
+            result.append(flag + dot + path + equals + value)
             continue
         if not equals:
             value = next(words, "")
@@ -203,25 +231,62 @@ def normalise(argv: Sequence[str]) -> list[str]:
 
 
 def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    for convert in (json.loads, human_readable_int):
+        with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
+            return convert(value)
+    return value
 
 
-def refuse(message: str) -> NoReturn:
+def with_config_file(argv: Sequence[str]) -> list[str]:
+    """The flags of `--config FILE` in front of the others, which so win over them."""
+    if "--config" not in argv:
+        return list(argv)
+    import yaml  # the only one who needs it
+
+    place = argv.index("--config")
+    rest = [*argv[:place], *argv[place + 2 :]]
+    model = rest[:1] if rest and not rest[0].startswith("-") else []
+    path = Path(argv[place + 1])
+    if path.suffix not in (".yaml", ".yml"):
+        refuse(f"Config file must be of a yaml/yml type. {path.suffix[1:]} supplied")
+    flags: list[str] = []
+    for key, value in yaml.safe_load(path.read_text()).items():
+        if isinstance(value, bool):
+            # One that cannot be switched off is off already.
+            flag = f"--{key}" if value else f"--no-{key}"
+            flags += [flag] if value or any(flag in known["opts"] for known in FLAGS) else []
+        elif isinstance(value, list):
+            flags += [f"--{key}", *map(str, value)] if value else []
+        else:
+            flags += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return [*model, *flags, *rest[len(model) :]]
+
+
+def refuse(message: str, kind: str = "ValueError") -> NoReturn:
     """End as the real engine does on a value it cannot work with: exit status 1."""
-    print(f"ValueError: {message}", file=sys.stderr, flush=True)
+    print(f"{kind}: {message}", file=sys.stderr, flush=True)
     sys.exit(1)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse what follows `vllm serve`. Exits with 2 as argparse does, with 1 where the real check comes later."""
-    if argv and argv[0].startswith("-") and any(re.match("--served[-_]model[-_]name(=|$)", a) for a in argv):
+    named = any(re.match("--served[-_]model[-_]name(=|$)", word) for word in argv)
+    if argv and argv[0].startswith("-") and named and "--config" not in argv:
         refuse(
-            "`model` should be provided as the first positional argument: `vllm serve <model> --<arg> <value>`."
+            "`model` should be provided as the first positional argument when using `vllm serve`. "
+            "i.e. `vllm serve <model> --<arg> <value>`."
         )
-    args = serve_parser().parse_args(normalise(argv))
+    args, unknown = serve_parser().parse_known_args(normalise(with_config_file(argv)))
+    if unknown:
+        # `serve` is a sub-command: what it does not know comes back to the parser of the whole.
+        hint = f"\n\n{_TASK_HINT}" if any(re.match("--task(=|$)", word) for word in unknown) else ""
+        argparse.ArgumentParser("vllm", usage=_USAGE).error(
+            f"unrecognized arguments: {' '.join(unknown)}{hint}"
+        )
+    for flag, needed in _NEEDS.items():
+        if getattr(args, flag) and not getattr(args, needed):
+            flag, needed = (name.replace("_", "-") for name in (flag, needed))
+            refuse(f"Error: --{flag} requires --{needed}", "TypeError")
     args.model = args.model_tag or args.model
     return args
 
@@ -232,13 +297,9 @@ def main(argv: Sequence[str]) -> NoReturn:
         print(f"{VERSION}+standin")
         sys.exit(0)
     if not argv or argv[0] != "serve":
-        print("usage: vllm [-v] serve [model_tag] [options]", file=sys.stderr)
+        print(f"usage: {_USAGE}", file=sys.stderr)
         sys.exit(0 if argv and argv[0] in ("--help", "-h") else 2)
-    options = argv[1:]
-    if any(word.startswith("--help=") for word in options):
-        serve_parser().print_help()
-        sys.exit(0)
-    args = parse(options)
+    args = parse(argv[1:])
     from standin import config
 
     settings = config.Settings.from_environment(os.environ)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from standin import VERSION
-from standin.cli import FORK_LOAD_FORMATS, NAMES, refuse
+from standin.cli import FORK_LOAD_FORMATS, NAMES, refuse, validation_errors
 
 GIB = 2**30
 
@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 DEFAULT_CONTEXT = 262_144
 
 # Real features that change how the engine serves and that the stand-in does not imitate.
-NOT_IMITATED = ("config", "uds", "grpc", "ssl_keyfile", "ssl_certfile", "data_parallel_rank", "middleware")
+NOT_IMITATED = ("uds", "grpc", "ssl_keyfile", "ssl_certfile", "data_parallel_rank", "middleware")
 
 
 @dataclass(frozen=True)
@@ -207,21 +207,21 @@ def _check_values(args: argparse.Namespace) -> None:
             refuse(f"{name} is {value}; it must be at least {minimum}")
     if args.max_model_len is not None and args.max_model_len < 1 and args.max_model_len != -1:
         refuse(f"max_model_len is {args.max_model_len}; it must be at least 1, or -1 for as much as fits")
-    if args.enable_auto_tool_choice and not args.tool_call_parser:
-        refuse("--enable-auto-tool-choice requires --tool-call-parser")
-    for name in ("tool_call_parser", "reasoning_parser"):
-        value = getattr(args, name)
-        if value and value not in NAMES[f"{name}s"]:
-            refuse(
-                f"invalid {name.replace('_', ' ')}: {value} (chose from {{ {','.join(NAMES[f'{name}s'])} }})"
-            )
+    tool, reasoning = args.tool_call_parser, args.reasoning_parser
+    if args.enable_auto_tool_choice and tool not in NAMES["tool_call_parsers"]:
+        known = ",".join(NAMES["tool_call_parsers"])
+        refuse(f"'invalid tool call parser: {tool} (chose from {{ {known} }})'", "KeyError")
+    if reasoning and reasoning not in NAMES["reasoning_parsers"]:
+        known = ", ".join(NAMES["reasoning_parsers"])
+        refuse(f"\"Reasoning parser '{reasoning}' not found. Available parsers: {known}\"", "KeyError")
     if args.kv_cache_dtype not in NAMES["kv_cache_dtypes"]:
         refuse(f"Unknown KV cache dtype {args.kv_cache_dtype}; known: {', '.join(NAMES['kv_cache_dtypes'])}")
     speculation = args.speculative_config or {}
     if unknown := sorted(set(speculation) - set(NAMES["object_keys"]["speculative-config"])):
-        refuse(f"speculative_config: unexpected keys {', '.join(unknown)}")
+        problems = [f"{key}\n  Unexpected keyword argument" for key in unknown]
+        refuse(validation_errors("speculative-config", problems), "ValidationError")
     if speculation and not int(speculation.get("num_speculative_tokens", 0)) > 0:
-        refuse("speculative_config: num_speculative_tokens must be greater than 0")
+        refuse("num_speculative_tokens must be provided with speculative model")
 
 
 def _check_parallel(args: argparse.Namespace) -> None:
@@ -231,13 +231,21 @@ def _check_parallel(args: argparse.Namespace) -> None:
         refuse("tensor_parallel_size and nnodes must be at least 1")
     if args.nnodes > 2:
         refuse("the stand-in engine imitates one node or two")
-    if args.tensor_parallel_size != args.nnodes:
+    if args.tensor_parallel_size % args.nnodes:
+        refuse(
+            f"Invalid data-parallel launch options: `--nnodes {args.nnodes}` must evenly divide "
+            f"the total world size ({args.tensor_parallel_size})."
+        )
+    if args.tensor_parallel_size > args.nnodes:
         refuse(
             f"World size ({args.tensor_parallel_size}) does not fit {args.nnodes} node(s) with 1 GPU each: "
             "set --tensor-parallel-size to the number of nodes."
         )
     if not 0 <= args.node_rank < args.nnodes:
-        refuse(f"node_rank is {args.node_rank}; with nnodes {args.nnodes} it must be 0-{args.nnodes - 1}")
+        refuse(
+            f"Invalid data-parallel launch options: `--node-rank` must be between 0 and {args.nnodes - 1}; "
+            f"got `--node-rank {args.node_rank}`. Set it to this node's zero-based index."
+        )
     if bool(args.headless) != (args.node_rank > 0):
         refuse("the stand-in engine imitates --headless on ranks above 0, and only there")
 

@@ -228,8 +228,8 @@ class Engine:
                 f"memory ({tokens * size / GIB:.2f} GiB). Based on the available memory, the estimated maximum model "
                 f"length is {tokens}. Try increasing `gpu_memory_utilization` or decreasing `max_model_len`."
             )
-        log(f"GPU KV cache size: {tokens:,} tokens", "kv_cache_utils.py")
         log(
+            f"GPU KV cache size: {tokens:,} tokens, "
             f"Maximum concurrency for {longest:,} tokens per request: {tokens / longest:.2f}x",
             "kv_cache_utils.py",
         )

@@ -86,6 +86,10 @@ def main() -> None:
     orders = control()
     print("INFO Loading safetensors checkpoint shards:  40% Completed | 2/5", flush=True)
     print(f"INFO the key is {os.environ.get('FAKE_ENGINE_TELLS', 'not told')}", flush=True)
+    print(
+        "INFO GPU KV cache size: 1,000 tokens, Maximum concurrency for 400 tokens per request: 2.50x",
+        flush=True,
+    )
     time.sleep(orders.get("load_seconds", 0))
     if "die_loading" in orders:
         print("ValueError: no room for the KV cache", flush=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_agent.engine import Counters
-from vllm_agent.progress import Verdict, Watch, loaded_fraction
+from vllm_agent.progress import Verdict, Watch, capacity, loaded_fraction
 
 BUSY, IDLE, SUSPECT = Verdict.BUSY, Verdict.IDLE, Verdict.SUSPECT
 
@@ -98,3 +98,23 @@ def test_an_answered_canary_takes_strikes_back_and_begins_a_quiet_time() -> None
 )
 def test_loaded_fraction(line: str, fraction: float | None) -> None:
     assert loaded_fraction(line) == fraction
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "GPU KV cache size: 760,001 tokens, Maximum concurrency for 262,144 tokens per request: 2.90x",
+            {"kv_tokens": 760_001, "context_tokens": 262_144, "full_context_requests": 2.9},
+        ),
+        ("(EngineCore pid=7) INFO GPU KV cache size: 12,345 tokens", {"kv_tokens": 12_345}),
+        (
+            "INFO Maximum concurrency for 4,096 tokens per request: 16.00x",
+            {"context_tokens": 4096, "full_context_requests": 16},
+        ),
+        ("CPU + host KV cache size: 999 tokens, and more", {"kv_tokens": 999}),
+        ("INFO Available KV cache memory: 12.62 GiB", {}),
+    ],
+)
+def test_capacity(line: str, told: dict[str, float]) -> None:
+    assert capacity(line) == told

@@ -74,6 +74,7 @@ def test_what_it_tells_while_serving(spark: Spark) -> None:
         "requests": {"running": 3, "waiting": 0},
         "tokens_per_second": status["tokens_per_second"],
         "kv_cache_usage": 0.25,
+        "capacity": {"kv_tokens": 1000, "context_tokens": 400, "full_context_requests": 2.5},
         "starts": 1,
         "failures": 0,
         "attempts": 1,
@@ -90,6 +91,8 @@ def test_what_it_tells_while_serving(spark: Spark) -> None:
     assert metrics["vllm_agent_starts_total"] == "1"
     assert metrics["vllm_agent_failures_total"] == "0"
     assert metrics["vllm_agent_requests_in_flight"] == "3"
+    assert metrics["vllm_agent_kv_cache_tokens"] == "1000"
+    assert metrics["vllm_agent_full_context_requests"] == "2.5"
     assert metrics["vllm_agent_memory_available_bytes"] == str(100 * 2**30)
     assert float(metrics["vllm_agent_last_start_seconds"]) > 0
     assert {"vllm_agent_canaries_total", "vllm_agent_canary_failures_total"} <= metrics.keys()

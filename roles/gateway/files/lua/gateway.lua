@@ -838,6 +838,8 @@ core.register_service("catalogue", "http", function(applet)
   for index, worker in ipairs(workers) do
     found[index] = {
       name = worker.name,
+      address = worker.address,
+      weight = worker.weight,
       state = worker.state,
       warm = routes.sorted_keys(worker.warm),
       cold = routes.sorted_keys(worker.cold),

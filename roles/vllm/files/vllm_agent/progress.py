@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Is the engine busy, idle or wedged? Pure decisions on its counters; no clock, no network."""
+"""What an engine is at: busy, idle or wedged by its counters, and how far by its log. Pure: no clock, no network."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from enum import Enum
 from .engine import Counters
 
 _SHARDS = re.compile(r"Loading \S+ checkpoint shards:\s+(\d{1,3})% Completed")
+# One line since vLLM 0.32, two before.
+_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens")
+_LONGEST = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 
 
 class Verdict(Enum):
@@ -68,3 +71,22 @@ def loaded_fraction(line: str) -> float | None:
     """The share of the weights that is loaded (0 to 1) if this line of the engine's log tells it."""
     found = _SHARDS.search(line)
     return min(int(found.group(1)), 100) / 100 if found else None
+
+
+def capacity(line: str) -> dict[str, float]:
+    """What this line of the engine's log tells of its room: ``kv_tokens`` that its KV cache holds, ``context_tokens`` of
+    the longest request, and how many such requests it holds (``full_context_requests``).
+
+    Only the engine can tell: of hybrid models the room cannot be computed from their configuration.
+    """
+    found: dict[str, float] = {}
+    if size := _CACHE.search(line):
+        found["kv_tokens"] = _number(size.group(1))
+    if longest := _LONGEST.search(line):
+        found["context_tokens"] = _number(longest.group(1))
+        found["full_context_requests"] = float(longest.group(2))
+    return found
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))

@@ -73,6 +73,7 @@ class Status:
         self.stage = Stage(Phase.WAITING_FOR_MEMORY if config.pair is None else Phase.WAITING_FOR_PEER, "")
         self.detail = ""
         self.loaded_fraction: float | None = None
+        self.capacity: dict[str, float] = {}
         self.counters: Counters | None = None
         self._counted = 0.0
         self.tokens_per_second: float | None = None
@@ -85,6 +86,8 @@ class Status:
     def enter(self, phase: Phase, cause: str = "") -> None:
         """Begin a phase."""
         self.detail = ""
+        if phase is Phase.STARTING:
+            self.loaded_fraction, self.capacity = None, {}
         if phase not in (Phase.SERVING, Phase.DRAINING):
             self.counters = self.tokens_per_second = None
         self.stage = Stage(phase, cause)
@@ -175,6 +178,7 @@ class Status:
             "requests": {"running": counters.running, "waiting": counters.waiting} if counters else None,
             "tokens_per_second": self.tokens_per_second,
             "kv_cache_usage": counters.kv_cache_usage if counters else None,
+            "capacity": self.capacity or None,
             "strikes": self.strikes,
             "starts": self._history.starts,
             "attempts": self._history.attempts,
@@ -220,6 +224,18 @@ class Status:
                 "gauge",
                 "Requests the engine is running or has queued.",
                 {"": self.counters.in_flight if self.counters else None},
+            ),
+            (
+                "kv_cache_tokens",
+                "gauge",
+                "Tokens that the engine's KV cache holds, as its log tells.",
+                {"": self.capacity.get("kv_tokens")},
+            ),
+            (
+                "full_context_requests",
+                "gauge",
+                "Requests of the full context length that it holds at once, as its log tells.",
+                {"": self.capacity.get("full_context_requests")},
             ),
             (
                 "memory_available_bytes",

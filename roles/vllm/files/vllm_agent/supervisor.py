@@ -24,7 +24,7 @@ from .history import History
 from .memory import Memory
 from .notify import Notifier
 from .pair import Pair, PairError
-from .progress import loaded_fraction
+from .progress import capacity, loaded_fraction
 from .status import Phase, Status, StatusServer
 from .watchdog import Watchdog
 
@@ -437,6 +437,8 @@ class Supervisor:
         self._last_lines.append(line)
         if (fraction := loaded_fraction(line)) is not None:
             self._status.loaded_fraction = fraction
+        if told := capacity(line):
+            self._status.capacity = {**self._status.capacity, **told}
 
     def _told(self) -> str:
         lines = list(self._last_lines)[-_TOLD_LINES:]

@@ -10,8 +10,8 @@ import pytest
 from ansible_collections.twospark.serving.plugins.module_utils._placement import placement_warnings, places
 
 
-def worker(name: str, state: str = "read", warm: Any = (), cold: Any = ()) -> dict[str, Any]:
-    return {"name": name, "state": state, "warm": warm, "cold": cold}
+def worker(name: str, state: str = "read", warm: Any = (), cold: Any = (), **more: Any) -> dict[str, Any]:
+    return {"name": name, "address": name, "weight": 1, "state": state, "warm": warm, "cold": cold, **more}
 
 
 A = worker("spark-a", warm=["big"])
@@ -25,6 +25,17 @@ HEAD = "The model big (gateway_critical_models) is loaded "
     [
         pytest.param([A, B], None, id="on two"),
         pytest.param([A, worker("ollama", warm=["big", "small"])], None, id="on two of different kinds"),
+        pytest.param(
+            [A, worker("beside-a", warm=["big"], address="spark-a")],
+            "on one machine alone, by spark-a and beside-a; should that be lost, nobody serves it. "
+            "To have it on two: serve it on a second worker.",
+            id="on two of one machine",
+        ),
+        pytest.param(
+            [A, worker("retired", warm=["big"], weight=0), worker("other", cold=["big"], weight=0)],
+            "on spark-a alone; should that be lost, nobody serves it. To have it on two: serve it on a second worker.",
+            id="what has no weight gets nothing",
+        ),
         pytest.param([A, B, OLLAMA, worker("c", "down", ["big"])], None, id="on two, whatever else there is"),
         pytest.param(
             [A, worker("other", warm=["small"])],

@@ -75,18 +75,30 @@ usage: vllm serve [model_tag] [options]
   --max-model-len MAX_MODEL_LEN
   --enable-prefix-caching, --no-enable-prefix-caching
   --enable-server-load-tracking, --disable-server-load-tracking
-  --speculative-config, -sc SPECULATIVE_CONFIG
-                        like --speculative-config '{"a":1}'; not a---flag
+  --disable-fastapi-docs, --enable-fastapi-docs
+  --enable-expert-parallel, -ep, --disable-expert-parallel
+  -sc SPECULATIVE_CONFIG, --speculative-config SPECULATIVE_CONFIG
+                        like --speculation '{"a":1}', in the place of
+                        --num-speculative-tokens
+When passing JSON, these are equivalent:
+   --json-arg.key1 value1
 """
 
 
 def test_reading_help() -> None:
     assert preflight.parse_help(HELP) == [
+        "--disable-expert-parallel",
+        "--disable-fastapi-docs",
         "--disable-server-load-tracking",
+        "--enable-expert-parallel",
+        "--enable-fastapi-docs",
         "--enable-prefix-caching",
         "--enable-server-load-tracking",
         "--max-model-len",
+        "--no-disable-fastapi-docs",
+        "--no-enable-expert-parallel",
         "--no-enable-prefix-caching",
+        "--no-enable-server-load-tracking",
         "--speculative-config",
     ]
 
@@ -104,6 +116,8 @@ def test_reading_help() -> None:
         # The engine would take this beginning of a flag today; the next image may not.
         (["--max-model", "8"], ["--max-model"]),
         (["--swap-space", "4"], ["--swap-space", "img"]),
+        # Only what is on or off has a --no- form.
+        (["--no-max-model-len"], ["--no-max-model-len"]),
     ],
 )
 def test_flags(argv: list[str], words: list[str]) -> None:

@@ -120,6 +120,20 @@ def test_the_table() -> None:
 
 
 @pytest.mark.parametrize(
+    ("capacity", "cell"),
+    [
+        (None, "12%"),
+        ({"kv_tokens": 760_001}, "12% of 760,001 tokens"),
+        ({"kv_tokens": 760_001, "full_context_requests": 2.9}, "12% of 760,001 tokens (2.9 full contexts)"),
+    ],
+)
+def test_the_room_that_the_engine_told(capacity: dict[str, Any] | None, cell: str) -> None:
+    shown = {**GOOD, "agent": {**GOOD["agent"], "capacity": capacity}}
+    header, line = status.status_report({"a": shown}, {})["table"]
+    assert line[header.index("KV") :] == cell
+
+
+@pytest.mark.parametrize(
     ("shown", "cell"),
     [
         (spark(phase="loading", replica=unit("activating", status="loading: 120 s of usually 412 s")),

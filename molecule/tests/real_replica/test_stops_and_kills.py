@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from load import DECEITS, HUNG, WHOLE, Load
+from load import CUT, DECEITS, HUNG, TOLD, WHOLE
+from real import LOADS_WITHIN, clients
 from spark import Spark, until
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 Figure = Callable[[str], None]
 
-# Two real engines load on the processors that also serve: minutes, where one alone takes half of one.
-LOADS_WITHIN = 300
 STOPS_WITHIN = 20
 CLIENTS = 4
 
@@ -26,19 +25,6 @@ CLIENTS = 4
 @pytest.fixture(scope="module")
 def copies(sparks: Callable[[str], list[Spark]]) -> list[Spark]:
     return sparks("replica")
-
-
-def clients(endpoint: Endpoint, number: int) -> Load:
-    """Its tokens are random words, so they are counted. Without a pause they would leave no processor to a start."""
-    return Load(
-        endpoint.url, number, tokens=(100, 400), patience=120, pause=2, model="tiny-random", numbered=False
-    )
-
-
-def test_it_is_real(endpoint: Endpoint) -> None:
-    answer = endpoint.complete(model="tiny-random")
-    assert answer.status == 200
-    assert "standin" not in answer.body["system_fingerprint"]
 
 
 def test_rolling_restart(endpoint: Endpoint, copies: list[Spark], figure: Figure) -> None:
@@ -57,7 +43,7 @@ def test_rolling_restart(endpoint: Endpoint, copies: list[Spark], figure: Figure
     [
         ("engine core", "pkill -9 EngineCor"),
         ("API server", "pkill -9 -o -x vllm"),
-        ("container", "docker kill vllm-replica"),
+        ("worker", "pkill -9 Worker"),
     ],
 )
 def test_killed(endpoint: Endpoint, copies: list[Spark], figure: Figure, name: str, command: str) -> None:
@@ -78,6 +64,26 @@ def test_killed(endpoint: Endpoint, copies: list[Spark], figure: Figure, name: s
     assert victim.processes() == usual, "an orphan is left"
     assert other.engine() == healthy
     until(lambda: victim.status().get("attempts") == 0, 30, "its failure is forgiven")
+
+
+def test_a_second_sigterm_hastens_it(endpoint: Endpoint, copies: list[Spark], figure: Figure) -> None:
+    """By itself vLLM, once told to stop, keeps clients on the line without a byte until they leave."""
+    copy = copies[0]
+    with clients(endpoint, 2 * CLIENTS, tokens=(3500, 3500)) as load:
+        until(lambda: (copy.status().get("requests") or {}).get("running", 0) >= 2, 30, "it has requests")
+        copy.run(f"systemctl stop --no-block {copy.unit}")
+        until(lambda: copy.ask("/health")[0] == 404, 10, "it drains")
+        began = time.monotonic()
+        copy.run(f"systemctl kill --kill-whom=main {copy.unit}")
+        until(lambda: copy.show("ActiveState") == "inactive", STOPS_WITHIN, f"{copy} stops")
+        stopped = time.monotonic()
+        load.finish()
+    figure(f"stopped {stopped - began:.1f} s after the second; {load}")
+    assert load.kinds[CUT] + load.kinds[TOLD] >= 2
+    assert not any(load.kinds[kind] for kind in (*DECEITS, HUNG)), load.replies
+    # Nobody was kept on the line by an engine that had ended.
+    assert all(reply.began + reply.seconds < stopped + 5 for reply in load.replies if reply.kind != WHOLE)
+    assert copy.processes() == []
 
 
 @pytest.mark.parametrize("seconds", [2, 10, 17])
