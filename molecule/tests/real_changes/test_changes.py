@@ -52,7 +52,7 @@ def test_another_model_under_the_same_name(endpoint: Endpoint, copies: list[Spar
         status, said = play("switch_mode.yml", *other, "-e", "mode=replica")
         assert (status != 0, "playbooks/site.yml" in said) == (True, True), said
         began = time.monotonic()
-        status, said = play("site.yml", *other, seconds=600)
+        status, said = play("site.yml", *other, seconds=900)
         assert status == 0, said
         seconds = time.monotonic() - began
     figure(f"both changed after {seconds:.1f} s; {load}")
