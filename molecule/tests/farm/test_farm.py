@@ -297,7 +297,9 @@ def test_a_server_that_cannot_be_is_told_and_one_that_is_not_listed_goes(
     status, told = site({**server, "port": 80000})
     assert status != 0
     assert "port is 80000; allowed is a whole number from 1 to 65535" in told
-    status, told = site({**server, "options": {"n_cpu": 3}}, {**server, "name": "second", "port": 8102})
+    status, told = site(
+        {**server, "options": {"n_cpu": 3}}, {**server, "name": "second", "port": 8102, "embeddings": True}
+    )
     assert status != 0
     # One that fails keeps none from serving that comes after it.
     assert cpu_box.run("systemctl is-active llama-worker-second") == "active"
