@@ -17,7 +17,7 @@ def test_a_draining_worker_finishes_and_gets_nothing_new(
     gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
 ) -> None:
     held = clients.held(4)
-    assert (spark_a.in_flight, spark_b.in_flight) == (2, 2)
+    until(lambda: (spark_a.in_flight, spark_b.in_flight) == (2, 2))
     spark_a.health = 404
     until(lambda: gateway.is_in_state("NOLB", "spark-a") and not gateway.takes("spark-a"), 2)
     assert {gateway.chat().served_by for _ in range(10)} == {"spark-b"}
