@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -147,3 +147,23 @@ async def until_idle(engine: Engine) -> None:
     began = time.monotonic()
     await engine.running(0)
     assert time.monotonic() - began < 10
+
+
+def gives_up(engine: Engine, ask: Callable[[], object], error: type[Exception]) -> None:
+    """Whose patience is over gets this error, and the engine's work ends."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        asyncio.run(engine.running(1))
+        with pytest.raises(error):
+            asked.result(10)
+    asyncio.run(until_idle(engine))
+
+
+async def leaves(engine: Engine, asking: Coroutine[Any, Any, object]) -> None:
+    """A task that is cancelled ends the engine's work."""
+    asked = asyncio.create_task(asking)
+    await engine.running(1)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until_idle(engine)

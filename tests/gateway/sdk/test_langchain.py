@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -33,6 +32,8 @@ from tests.gateway.sdk.conftest import (
     TOO_LONG,
     bridges,
     counted,
+    gives_up,
+    leaves,
     options,
     until_idle,
 )
@@ -185,21 +186,8 @@ def test_a_stream_that_is_left_ends_the_engines_work(engine: Engine) -> None:
 
 
 def test_a_request_that_takes_too_long_is_given_up(engine: Engine) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(impatient(timeout=1, **ENDLESS).invoke, QUESTION)
-        asyncio.run(engine.running(1))
-        with pytest.raises(ModelTimeoutError):
-            asked.result(10)
-    asyncio.run(until_idle(engine))
+    gives_up(engine, lambda: impatient(timeout=1, **ENDLESS).invoke(QUESTION), ModelTimeoutError)
 
 
 def test_a_task_that_is_cancelled_ends_the_engines_work(engine: Engine, loop: asyncio.Runner) -> None:
-    async def leave() -> None:
-        asked = asyncio.create_task(model(**ENDLESS).ainvoke(QUESTION))
-        await engine.running(1)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await until_idle(engine)
-
-    loop.run(leave())
+    loop.run(leaves(engine, model(**ENDLESS).ainvoke(QUESTION)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +22,8 @@ from tests.gateway.sdk.conftest import (
     TOO_LONG,
     bridges,
     counted,
+    gives_up,
+    leaves,
     options,
     until_idle,
 )
@@ -245,23 +246,10 @@ def test_a_stream_that_is_left_ends_the_engines_work(litellm: ModuleType, way: s
 
 
 def test_a_request_that_takes_too_long_is_given_up(litellm: ModuleType, way: str, engine: Engine) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(lambda: litellm.completion(**once(way, **ENDLESS, timeout=1)))
-        asyncio.run(engine.running(1))
-        with pytest.raises(litellm.Timeout):
-            asked.result(10)
-    asyncio.run(until_idle(engine))
+    gives_up(engine, lambda: litellm.completion(**once(way, **ENDLESS, timeout=1)), litellm.Timeout)
 
 
 def test_a_task_that_is_cancelled_ends_the_engines_work(
     litellm: ModuleType, way: str, engine: Engine, loop: asyncio.Runner
 ) -> None:
-    async def leave() -> None:
-        asked = asyncio.create_task(litellm.acompletion(**chat(way, **ENDLESS)))
-        await engine.running(1)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await until_idle(engine)
-
-    loop.run(leave())
+    loop.run(leaves(engine, litellm.acompletion(**chat(way, **ENDLESS))))

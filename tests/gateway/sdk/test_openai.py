@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -22,6 +21,8 @@ from tests.gateway.sdk.conftest import (
     TOO_LARGE,
     bridges,
     counted,
+    gives_up,
+    leaves,
     options,
     until_idle,
 )
@@ -239,22 +240,12 @@ def test_a_stream_that_is_left_ends_the_engines_work(client: openai.OpenAI, engi
 
 
 def test_a_request_that_takes_too_long_is_given_up(impatient: openai.OpenAI, engine: Engine) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(chat(**ENDLESS), impatient.with_options(timeout=1))
-        asyncio.run(engine.running(1))
-        with pytest.raises(openai.APITimeoutError):
-            asked.result(10)
-    asyncio.run(until_idle(engine))
+    gives_up(engine, lambda: chat(**ENDLESS)(impatient.with_options(timeout=1)), openai.APITimeoutError)
 
 
 def test_a_task_that_is_cancelled_ends_the_engines_work(endpoint: Gateway, engine: Engine) -> None:
     async def leave() -> None:
         async with openai.AsyncOpenAI(**options()) as client:
-            asked = asyncio.create_task(client.chat.completions.create(**ENDLESS))
-            await engine.running(1)
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            await until_idle(engine)
+            await leaves(engine, client.chat.completions.create(**ENDLESS))
 
     asyncio.run(leave())
