@@ -224,6 +224,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_stream_timeout": 3,
         "gateway_retry_after": 7,
     },
+    # The same worker, which may take its time once it has a request.
+    "brief": {
+        **COMMON,
+        "gateway_workers": [{**SPARK_A, "max_requests": 1}],
+        "gateway_hold_seconds": 0,
+        "gateway_queue_timeout": 1,
+    },
     # The same worker, and all the patience that is usual.
     "patient": {**COMMON, "gateway_workers": [{**SPARK_A, "max_requests": 1}]},
     # A copy and a server of embeddings, for clients with keys that shall come again soon.
@@ -434,6 +441,14 @@ def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 
 @pytest.fixture
+def brief(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
+    """In front of one live worker that takes one request at a time, for which nobody waits long."""
+    with gateway_of(configurations["brief"]).running() as gateway:
+        until(lambda: gateway.takes("spark-a"))
+        yield gateway
+
+
+@pytest.fixture
 def single(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
     """In front of one live worker that takes one request at a time; impatient."""
     with gateway_of(configurations["single"]).running() as gateway:
@@ -458,6 +473,7 @@ def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
         "keyed",
         "secured",
         "single",
+        "brief",
         "patient",
     } & set(request.fixturenames) or {"gateway"}
     clients = Clients(request.getfixturevalue(name))

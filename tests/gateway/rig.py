@@ -163,6 +163,11 @@ class Worker:
         """Let so many of the requests that wait for it (``hold``) be answered."""
         self._released.release(requests)
 
+    def hold_again(self) -> None:
+        """After more were let go than there were."""
+        while self._released.acquire(blocking=False):
+            pass
+
     def _serve(self, port: int, handler: type[_Handler]) -> _Server:
         server = _Server((self.address, port), handler)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

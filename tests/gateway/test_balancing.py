@@ -35,15 +35,20 @@ def test_the_cap_holds_exactly(gateway: Gateway, clients: Clients, spark_a: Work
 def test_who_comes_back_takes_from_the_queue(
     gateway: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker
 ) -> None:
-    spark_b.health = 503
-    until(lambda: not gateway.takes("spark-b"))
-    waiting = clients.chats(40, hold=True)
-    until(lambda: spark_a.in_flight == 12 and gateway.waiting() == 28)
-    spark_b.health = 200
-    until(lambda: spark_b.in_flight == 12 and gateway.waiting() == 16)
-    spark_a.release(40)
-    spark_b.release(40)
-    assert [answer.status for answer in answers(waiting)] == [200] * 40
+    """As much as its cap allows: HAProxy by itself may send it twice as much, now and then."""
+    for _ in range(6):
+        spark_b.health = 503
+        until(lambda: not gateway.takes("spark-b"))
+        waiting = clients.chats(40, hold=True)
+        until(lambda: spark_a.in_flight == 12 and gateway.waiting() == 28)
+        spark_b.health = 200
+        until(lambda: spark_b.in_flight == 12 and gateway.waiting() == 16)
+        spark_a.release(40)
+        spark_b.release(40)
+        assert [answer.status for answer in answers(waiting)] == [200] * 40
+        spark_a.hold_again()
+        spark_b.hold_again()
+    assert max(spark_a.most_in_flight, spark_b.most_in_flight) == 12
 
 
 def test_the_cap_holds_under_many_short_requests(clients: Clients, spark_a: Worker, spark_b: Worker) -> None:

@@ -277,27 +277,34 @@ def test_a_single_place_goes_round(
 
 
 def test_no_step_between_shares_exceeds_the_cap(lua: Any) -> None:
-    """However requests come and go meanwhile."""
+    """However requests come and go meanwhile, and though HAProxy counts one only some time after it has its place."""
     routes = part(lua, "routes")
     chosen = random.Random(1)
     for _ in range(50):
         cap, pools = chosen.randint(1, 12), chosen.randint(2, 5)
         current, in_flight = [0] * pools, [0] * pools
+
+        def step(*parts: list[int]) -> list[int]:
+            return list(routes.next_shares(cap, *map(lua.table_from, parts)).values())  # noqa: B023  (called at once)
+
         for _ in range(60):
-            demands = [there + chosen.choice([0, 0, 3, 20]) for there in in_flight]
+            counted = list(in_flight)
+            demands = [there + chosen.choice([0, 0, 3, 20]) for there in counted]
             rested = [chosen.randrange(9) for _ in demands]
-            wanted = routes.shares(cap, lua.table_from(demands), lua.table_from(rested))
-            assert sum(wanted.values()) == cap
-            tables = [lua.table_from(numbers) for numbers in (current, list(wanted.values()), in_flight)]
-            current = list(routes.next_shares(cap, *tables).values())
-            for index, share in enumerate(current):
-                if in_flight[index] < share:
-                    in_flight[index] = chosen.randint(in_flight[index], max(share, in_flight[index]))
+            wanted = list(routes.shares(cap, lua.table_from(demands), lua.table_from(rested)).values())
+            assert sum(wanted) == cap
+            # Before the step is taken some more get a place under the former shares, and after it under the new ones.
+            former, current = current, step(current, wanted, counted)
+            for shares in (former, current):
+                in_flight = [
+                    chosen.randint(there, max(share, there))
+                    for there, share in zip(in_flight, shares, strict=True)
+                ]
             assert sum(in_flight) <= cap
             in_flight = [chosen.randint(0, there) for there in in_flight]
-        # With nobody left the wanted shares are reached.
-        tables = [lua.table_from(numbers) for numbers in (current, list(wanted.values()), [0] * pools)]
-        assert list(routes.next_shares(cap, *tables).values()) == list(wanted.values())
+        # With nobody left the wanted shares are reached: what is given up by one, and then taken by another.
+        current = step(current, wanted, [0] * pools)
+        assert step(current, wanted, [0] * pools) == wanted
 
 
 # Number of a pool to: live workers, requests there, free places, waiting. The fifth has only workers that cannot tell.

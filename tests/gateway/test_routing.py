@@ -150,6 +150,43 @@ def test_two_sets_share_the_cap_of_their_common_worker(
     assert 10 <= spark_b.most_in_flight <= 12
 
 
+def test_who_changes_models_keeps_to_its_cap(farm: Gateway, clients: Clients, embed: Worker) -> None:
+    """What it still answers with the former model counts, and new requests wait for it longer than for a live worker."""
+    former = clients.chats(4, model="embedder", hold=True)
+    until(lambda: embed.in_flight == 4)
+    embed.models = ["reranker"]
+    until(lambda: farm.get("/v1/models/reranker").status == 200)
+    new = clients.chats(3, model="reranker", hold=True)
+    until(lambda: farm.held() == 3)
+    time.sleep(2.5)
+    assert (len(embed.received), farm.held()) == (4, 3)
+    embed.release(2)
+    until(lambda: len(embed.received) == 6)
+    embed.release(5)
+    assert {answer.status for answer in answers(former + new)} == {200}
+    assert embed.most_in_flight == 4
+
+
+def test_a_place_is_waited_for_as_long_as_in_a_queue(
+    brief: Gateway, clients: Clients, spark_a: Worker
+) -> None:
+    """Also where nobody is held for a live worker."""
+    former = clients.chats(1, hold=True)
+    until(lambda: spark_a.in_flight == 1)
+    spark_a.models = ["model-b"]
+    until(lambda: brief.get("/v1/models/model-b").status == 200)
+    refused = brief.chat(model="model-b")
+    assert (refused.status, refused.headers["retry-after"]) == (503, "10")
+    assert "busy with other models" in refused.json["error"]["message"]
+    assert 0.9 < refused.seconds < 3
+    assert brief.figure('refused_requests_total{reason="no_place"}') == 1
+    waiting = clients.chats(1, model="model-b")
+    until(lambda: brief.held() == 1)
+    spark_a.release()
+    assert [answer.status for answer in answers(former + waiting)] == [200, 200]
+    assert spark_a.most_in_flight == 1
+
+
 def test_a_waiting_request_spills_over(
     farm: Gateway, clients: Clients, spark_a: Worker, spark_b: Worker, swap: Worker
 ) -> None:

@@ -41,6 +41,8 @@ local LONGEST_ANSWER = 4194304
 local UNREACHABLE = "no connection"
 -- How often caps are divided anew among the pools of a worker.
 local DIVIDE_MS = 50
+-- How long HAProxy may take from giving a request its place to counting it among those in flight.
+local COUNTED_MS = 40
 -- How long a request that found nobody in a pool counts as one that asks for a place there.
 local WANTED_MS = 1000
 -- A held request looks for a worker this often; with many of them each can wait a little longer.
@@ -54,7 +56,7 @@ local ASK_MS = 100
 local counts = { held = 0, expired = 0, held_ms = 0, restarts = 0, left_out = 0 }
 -- Those for warm workers are the rest of what the pools got.
 local by_route = { possibly = 0, cold = 0, spill = 0 }
-local by_refusal = { broken = 0, no_model = 0, unknown_model = 0, no_worker = 0 }
+local by_refusal = { broken = 0, no_model = 0, unknown_model = 0, no_worker = 0, no_place = 0 }
 -- Request to the moment of its last look. One whose client has gone looks no more, and nobody is told of that.
 local looking = {}
 
@@ -109,6 +111,8 @@ for index, worker in ipairs(workers) do
   worker.state = "unread"
   worker.warm, worker.cold, worker.entries = {}, {}, {}
   worker.failures = 0
+  -- Number of a pool to the part of the cap that it has.
+  worker.shares, worker.divided_at = {}, 0
   for _, name in ipairs(worker.models) do
     worker.warm[name] = true
   end
@@ -168,10 +172,12 @@ local function apply(number, worker, share)
     end
   end
   if after.weight ~= before.weight then
-    server:set_weight(tostring(after.weight))
     if after.weight > 0 then
+      -- While it has no weight yet: HAProxy, as late as 3.0, sends a server that comes up what waits without counting it, and
+      -- set_maxconn would send it as much again.
       server:check_force_up()
     end
+    server:set_weight(tostring(after.weight))
   end
   -- This also makes HAProxy look into the queue, which a weight alone does not.
   if after.share ~= before.share or after.weight ~= before.weight then
@@ -180,11 +186,12 @@ local function apply(number, worker, share)
   applied[name .. worker.name] = after
 end
 
--- The pools that a worker belongs to, in order.
+-- The pools among which a worker's cap is divided, in order: those that it belongs to, and such as it has left without having
+-- ended all their requests.
 local function pools_of(worker)
   local numbers = {}
   for number = 1, settings.pools do
-    if belongs(plan.pools[number], worker) then
+    if worker.shares[number] or belongs(plan.pools[number], worker) then
       numbers[#numbers + 1] = number
     end
   end
@@ -192,33 +199,47 @@ local function pools_of(worker)
 end
 
 local function divide(worker)
-  local numbers = worker.pools
-  if #numbers < 2 then
+  local numbers, shares = worker.pools, worker.shares
+  local only = #numbers == 1 and belongs(plan.pools[numbers[1]], worker) and numbers[1]
+  if only then
+    if shares[only] ~= worker.max_requests then
+      shares[only] = worker.max_requests
+      apply(only, worker, shares[only])
+    end
     return
   end
   local now = now_ms()
-  local in_flight, wanted, places, demands, rested = {}, {}, {}, {}, {}
+  if now - worker.divided_at < COUNTED_MS then
+    return
+  end
+  local current, in_flight, wanted, places, demands, rested = {}, {}, {}, {}, {}, {}
   for place, number in ipairs(numbers) do
     local name = "pool" .. number
     local stats = core.backends[name].servers[worker.name]:get_stats()
-    in_flight[place], wanted[place] = stats.scur, 0
+    current[place], in_flight[place], wanted[place] = shares[number], stats.scur, 0
     if serves(plan.pools[number], worker) then
       local asked_for = now - (wanted_at[number] or 0) < WANTED_MS and 1 or 0
       places[#places + 1] = place
       demands[#places] = stats.scur + stats.qcur + core.backends[name]:get_stats().qcur + asked_for
       rested[#places] = now - (worker.had_at[number] or 0)
+    elseif shares[number] + stats.scur + stats.qcur == 0 and not belongs(plan.pools[number], worker) then
+      shares[number] = nil
     end
   end
   for index, share in ipairs(routes.shares(worker.max_requests, demands, rested)) do
     wanted[places[index]] = share
   end
-  worker.shares = routes.next_shares(worker.max_requests, worker.shares, wanted, in_flight)
-  for place, number in ipairs(numbers) do
-    if worker.shares[place] > 0 then
+  for place, share in ipairs(routes.next_shares(worker.max_requests, current, wanted, in_flight)) do
+    local number = numbers[place]
+    if share > 0 then
       worker.had_at[number] = now
     end
-    apply(number, worker, worker.shares[place])
+    if shares[number] then
+      shares[number] = share
+      apply(number, worker, share)
+    end
   end
+  worker.pools, worker.divided_at = pools_of(worker), now
 end
 
 local function make_list()
@@ -286,20 +307,12 @@ local function replan()
   end
   counts.left_out = plan.left_out
   for _, worker in ipairs(workers) do
-    local numbers = pools_of(worker)
-    local same = former and worker.pools and table.concat(worker.pools, ",") == table.concat(numbers, ",")
-    if not same then
-      worker.pools, worker.shares = numbers, {}
-      for place in ipairs(numbers) do
-        worker.shares[place] = #numbers == 1 and worker.max_requests or 0
-      end
-    end
-    local share_of = {}
-    for place, number in ipairs(numbers) do
-      share_of[number] = worker.shares[place]
+    worker.pools = pools_of(worker)
+    for _, number in ipairs(worker.pools) do
+      worker.shares[number] = worker.shares[number] or 0
     end
     for number = 1, settings.pools do
-      apply(number, worker, share_of[number] or worker.max_requests)
+      apply(number, worker, worker.shares[number] or worker.max_requests)
     end
     divide(worker)
   end
@@ -538,16 +551,27 @@ local function is_settled()
   return settled, told
 end
 
--- The pool and class for a model; nil where there is none now.
+-- Does a live worker of this pool's lack nothing but a place, since its other pools have them all?
+local function is_full(number)
+  for _, index in ipairs(plan.pools[number] and plan.pools[number].members or {}) do
+    if serves(plan.pools[number], workers[index]) and workers[index].shares[number] == 0 then
+      return true
+    end
+  end
+  return false
+end
+
+-- The pool and class for a model; nil where there is none now, and then whether there is one that is full.
 local function choose(fetch, model)
   local route = plan.models[model]
   local is_only = settings.spill_after == 0 and route and #route.warm == 1
-  return routes.choose(plan, model, settings.spill_after, function(number)
+  local full = false
+  local chosen, class = routes.choose(plan, model, settings.spill_after, function(number)
     local name = "pool" .. number
     local live = fetch:nbsrv(name)
     -- What else there is to know is for a choice, which most have not.
     if live == 0 then
-      wanted_at[number] = now_ms()
+      wanted_at[number], full = now_ms(), full or is_full(number)
     end
     if live == 0 or is_only then
       return live, 0, 1, 0
@@ -555,6 +579,7 @@ local function choose(fetch, model)
     local waiting = fetch:queue(name)
     return live, fetch:be_conn(name), waiting > 0 and 0 or fetch:be_conn_free(name), waiting
   end)
+  return chosen, class, not chosen and full
 end
 
 -- Nobody who could be asked has this model, or ever had.
@@ -583,21 +608,24 @@ local function refuse(txn, why)
   txn:set_var("txn.refusal", why)
 end
 
--- Waits until somebody serves the model, at most so many seconds; a pool and its class, or nil and why not.
+-- Waits until somebody serves the model, at most so many seconds, or for a place at somebody who does, as long as in a queue;
+-- a pool and its class, or nil and why not.
 local function hold(txn, model, seconds, began)
   local request = {}
   counts.held = counts.held + 1
   looking[request] = began
   local pause = math.floor(math.min(LONGEST_MS, math.max(SHORTEST_MS, waiting_count() * MS_PER_REQUEST)))
-  local number, class, problem
+  local number, class, full, problem
   local now = began
   repeat
     core.msleep(pause)
     now = now_ms()
     looking[request] = now
-    number, class = choose(txn.f, model)
+    number, class, full = choose(txn.f, model)
     if not number and is_unknown(model) then
       problem = "unknown_model"
+    elseif full then
+      problem = now - began >= 1000 * settings.queue_timeout and "no_place" or nil
     elseif not number and now - began >= math.max(1000 * seconds, is_settled() and 0 or FIRST_CHECK_MS) then
       -- However short its patience: while a worker that has just come is asked for its models, it may be the one.
       problem = "no_worker"
@@ -617,12 +645,12 @@ core.register_action("route", { "http-req" }, function(txn)
   end
   txn:set_var("txn.model", model)
   local now = now_ms()
-  local number, class = choose(txn.f, model)
+  local number, class, full = choose(txn.f, model)
   if not number then
     local seconds = txn:get_var("txn.hold_seconds") or 0
     if is_unknown(model) then
       return refuse(txn, "unknown_model")
-    elseif seconds == 0 and is_settled() then
+    elseif seconds == 0 and not full and is_settled() then
       return refuse(txn, "no_worker")
     end
     number, class, problem = hold(txn, model, seconds, now)

@@ -293,21 +293,18 @@ function routes.shares(cap, demands, rested)
 end
 
 -- The next step from `current` shares to `wanted`: who has more gives it up at once, and who gets more waits until it is
--- really free, since a pool may still have more in flight than it now may.
+-- really free. That shows at the next step at the earliest, as HAProxy gives a request its place some time before it counts it
+-- among those in flight.
 function routes.next_shares(cap, current, wanted, in_flight)
-  local shares, bound = {}, 0
+  local shares, free = {}, cap
   for index in ipairs(wanted) do
-    -- What it has in flight is bound already, and may be kept up.
-    shares[index] = math.min(math.max(current[index], in_flight[index]), wanted[index])
-    bound = bound + math.max(shares[index], in_flight[index])
+    free = free - math.max(current[index], in_flight[index])
   end
   for index in ipairs(wanted) do
-    local more = math.min(wanted[index] - shares[index], cap - bound)
-    if more > 0 then
-      local before = math.max(shares[index], in_flight[index])
-      shares[index] = shares[index] + more
-      bound = bound + math.max(shares[index], in_flight[index]) - before
-    end
+    -- What it has in flight is bound already, and may be kept up.
+    local bound = math.max(current[index], in_flight[index])
+    local more = math.max(math.min(wanted[index] - bound, free), 0)
+    shares[index], free = math.min(bound, wanted[index]) + more, free - more
   end
   return shares
 end
