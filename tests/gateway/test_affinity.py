@@ -284,10 +284,10 @@ def test_a_conversation_goes_on_elsewhere_and_comes_back(
     (home,) = {gateway.chat().served_by for _ in range(5)}
     worker, other = (spark_a, spark_b) if home == "spark-a" else (spark_b, spark_a)
     worker.health = 404
-    until(lambda: not gateway.takes(worker.name), 2)
+    until(lambda: not gateway.takes(worker.name))
     assert {gateway.chat().served_by for _ in range(5)} == {other.name}
     worker.health = 200
-    until(lambda: gateway.takes(worker.name), 2)
+    until(lambda: gateway.takes(worker.name))
     assert {gateway.chat().served_by for _ in range(5)} == {home}
 
 

@@ -75,7 +75,7 @@ def test_a_client_that_has_left_reaches_nobody(holding: Gateway, spark_a: Worker
 
 def test_the_time_can_be_changed_while_it_runs(holding: Gateway, clients: Clients, spark_b: Worker) -> None:
     holding.command(f"set map {holding.directory}/hold.map seconds 1")
-    assert 1 <= holding.chat().seconds < 2
+    assert 1 <= holding.chat().seconds < HOLD - 0.5
     holding.command(f"set map {holding.directory}/hold.map seconds 900")
     (held,) = clients.chats(1)
     time.sleep(HOLD + 1)
@@ -101,7 +101,7 @@ def test_a_reload_keeps_what_is_held(
 def test_the_list_of_models_is_not_held(holding: Gateway) -> None:
     answer = holding.get("/v1/models")
     assert answer.status == 503
-    assert answer.seconds < 1
+    assert answer.seconds < HOLD - 0.5
 
 
 def test_without_a_hold_it_is_refused_at_once(single: Gateway, spark_a: Worker) -> None:
@@ -109,4 +109,4 @@ def test_without_a_hold_it_is_refused_at_once(single: Gateway, spark_a: Worker) 
     until(single.has_nobody)
     answer = single.chat()
     assert answer.status == 503
-    assert answer.seconds < 0.5
+    assert answer.seconds < 3

@@ -84,10 +84,10 @@ def raw(request: bytes) -> bytes:
 def test_the_health_of_the_gateway(gateway: Gateway, spark_a: Worker, spark_b: Worker) -> None:
     assert (gateway.get("/health").status, gateway.get("/health").body) == (200, b"serving\n")
     spark_a.health = 503
-    until(lambda: not gateway.is_live("spark-a"), 2)
+    until(lambda: not gateway.is_live("spark-a"))
     assert gateway.get("/health").status == 200
     spark_b.health = 404
-    until(gateway.has_nobody, 2)
+    until(gateway.has_nobody)
     assert gateway.get("/health").body == b"no worker is live\n"
 
 

@@ -47,7 +47,7 @@ def test_a_model_that_nobody_has_is_not_found(farm: Gateway, model: str) -> None
         "model",
     )
     assert model in error["message"]
-    assert answer.seconds < 0.5
+    assert answer.seconds < 1.5
     assert farm.figure('refused_requests_total{reason="unknown_model"}') == 1
 
 

@@ -28,6 +28,8 @@ HOLD, RETRY_AFTER = 5, 1
 QUESTION = "What is the weather in 'Bern'?"
 # Half a minute of work for the engine.
 LONG = 50_000
+# Seconds after which a client that has little gives up: enough to be at the engine by then on a busy machine.
+PATIENCE = 4
 # More than the model's context holds, and more than the gateway lets through.
 TOO_LONG, TOO_LARGE = "word " * 300_000, "x" * 5_000_000
 CITY: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -26,6 +26,7 @@ from tests.gateway.sdk.conftest import (
     API,
     CITY,
     LONG,
+    PATIENCE,
     QUESTION,
     RETRY_AFTER,
     TOO_LARGE,
@@ -186,7 +187,7 @@ def test_a_stream_that_is_left_ends_the_engines_work(engine: Engine) -> None:
 
 
 def test_a_request_that_takes_too_long_is_given_up(engine: Engine) -> None:
-    gives_up(engine, lambda: impatient(timeout=1, **ENDLESS).invoke(QUESTION), ModelTimeoutError)
+    gives_up(engine, lambda: impatient(timeout=PATIENCE, **ENDLESS).invoke(QUESTION), ModelTimeoutError)
 
 
 def test_a_task_that_is_cancelled_ends_the_engines_work(engine: Engine, loop: asyncio.Runner) -> None:

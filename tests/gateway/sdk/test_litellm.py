@@ -16,6 +16,7 @@ from tests.gateway.sdk.conftest import (
     API,
     CITY,
     LONG,
+    PATIENCE,
     QUESTION,
     RETRY_AFTER,
     TOO_LARGE,
@@ -246,7 +247,7 @@ def test_a_stream_that_is_left_ends_the_engines_work(litellm: ModuleType, way: s
 
 
 def test_a_request_that_takes_too_long_is_given_up(litellm: ModuleType, way: str, engine: Engine) -> None:
-    gives_up(engine, lambda: litellm.completion(**once(way, **ENDLESS, timeout=1)), litellm.Timeout)
+    gives_up(engine, lambda: litellm.completion(**once(way, **ENDLESS, timeout=PATIENCE)), litellm.Timeout)
 
 
 def test_a_task_that_is_cancelled_ends_the_engines_work(

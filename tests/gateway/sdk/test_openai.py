@@ -16,6 +16,7 @@ from tests.gateway.rig import MODEL, Gateway, Worker
 from tests.gateway.sdk.conftest import (
     CITY,
     LONG,
+    PATIENCE,
     QUESTION,
     RETRY_AFTER,
     TOO_LARGE,
@@ -240,7 +241,9 @@ def test_a_stream_that_is_left_ends_the_engines_work(client: openai.OpenAI, engi
 
 
 def test_a_request_that_takes_too_long_is_given_up(impatient: openai.OpenAI, engine: Engine) -> None:
-    gives_up(engine, lambda: chat(**ENDLESS)(impatient.with_options(timeout=1)), openai.APITimeoutError)
+    gives_up(
+        engine, lambda: chat(**ENDLESS)(impatient.with_options(timeout=PATIENCE)), openai.APITimeoutError
+    )
 
 
 def test_a_task_that_is_cancelled_ends_the_engines_work(endpoint: Gateway, engine: Engine) -> None:
