@@ -31,7 +31,7 @@ from tests.gateway.test_stops import (  # noqa: F401  (run here again)
     test_a_restart_of_each_worker_in_turn_loses_nothing,
     test_a_worker_that_fails_fast_draws_nobody,
     test_no_live_worker_is_told_at_once,
-    test_the_first_live_worker_serves_within_a_second,
+    test_the_first_live_worker_serves_at_once,
     test_what_was_delivered_is_never_sent_again,
     test_what_was_not_delivered_is_sent_to_another_worker,
     test_what_was_not_delivered_waits_when_the_others_are_full,
