@@ -98,7 +98,7 @@ def test_a_request_for_a_model_whose_worker_is_away_waits_for_it(
     answer = farm.chat(model="embedder")
     assert (answer.status, answer.json["error"]["code"]) == (503, "service_unavailable")
     assert answer.headers["retry-after"] == "10"
-    assert 2 <= answer.seconds < 8
+    assert 1.9 < answer.seconds < 8
 
 
 def test_a_start_answers_nothing_with_404_before_all_have_been_asked(

@@ -46,7 +46,7 @@ def test_when_the_time_is_over_it_is_refused(
             worker.stop()
     answer = holding.chat()
     assert answer.status == 503
-    assert HOLD <= answer.seconds < HOLD + 2
+    assert HOLD - 0.1 < answer.seconds < HOLD + 3
     assert answer.headers["retry-after"] == "10"
     assert answer.json["error"]["code"] == "service_unavailable"
     assert holding.figure("hold_expired_total") == 1
@@ -75,7 +75,7 @@ def test_a_client_that_has_left_reaches_nobody(holding: Gateway, spark_a: Worker
 
 def test_the_time_can_be_changed_while_it_runs(holding: Gateway, clients: Clients, spark_b: Worker) -> None:
     holding.command(f"set map {holding.directory}/hold.map seconds 1")
-    assert 1 <= holding.chat().seconds < HOLD - 0.5
+    assert 0.9 < holding.chat().seconds < HOLD - 0.5
     holding.command(f"set map {holding.directory}/hold.map seconds 900")
     (held,) = clients.chats(1)
     time.sleep(HOLD + 1)

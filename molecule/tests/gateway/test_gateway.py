@@ -303,7 +303,7 @@ def test_nobody_waits_longer_than_asked(gateway: Installed, copies: list[Copy]) 
     gateway.command("set map /etc/haproxy/hold.map seconds 1")
     answer = gateway.complete()
     assert (answer.status, answer.headers["retry-after"]) == (503, "10")
-    assert 1 <= answer.seconds < 3
+    assert 0.9 < answer.seconds < 5
     gateway.command("set map /etc/haproxy/hold.map seconds 30")
     for copy in copies:
         copy.start()
