@@ -224,12 +224,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "gateway_stream_timeout": 3,
         "gateway_retry_after": 7,
     },
-    # The same worker, which may take its time once it has a request.
+    # The same worker, which may take its time once it has a request, and one that loads what it is asked for.
     "brief": {
         **COMMON,
-        "gateway_workers": [{**SPARK_A, "max_requests": 1}],
+        "gateway_workers": [{**SPARK_A, "max_requests": 1}, SWAP],
         "gateway_hold_seconds": 0,
-        "gateway_queue_timeout": 1,
+        "gateway_queue_timeout": 3,
     },
     # The same worker, and all the patience that is usual.
     "patient": {**COMMON, "gateway_workers": [{**SPARK_A, "max_requests": 1}]},
@@ -441,10 +441,10 @@ def holding(configurations: dict[str, Path], spark_a: Worker, spark_b: Worker) -
 
 
 @pytest.fixture
-def brief(configurations: dict[str, Path], spark_a: Worker) -> Iterator[Gateway]:
-    """In front of one live worker that takes one request at a time, for which nobody waits long."""
+def brief(configurations: dict[str, Path], spark_a: Worker, swap: Worker) -> Iterator[Gateway]:
+    """In front of a worker that takes one request at a time, for which nobody waits long, and one that could load its model."""
     with gateway_of(configurations["brief"]).running() as gateway:
-        until(lambda: gateway.takes("spark-a"))
+        until(lambda: gateway.takes("spark-a") and gateway.takes("swap"))
         yield gateway
 
 

@@ -137,14 +137,16 @@ local function belongs(pool, worker)
   return false
 end
 
--- Does it serve there now? See routes.lua for who does.
-local function serves(pool, worker)
-  if not belongs(pool, worker) then
-    return false
-  elseif pool.kind == "failed" then
+-- Does a worker that belongs to the pool serve there now? See routes.lua for who does.
+local function member_serves(pool, worker)
+  if pool.kind == "failed" then
     return worker.state == "failed"
   end
   return worker.state == "read" or worker.state == "failed" and not pool.told
+end
+
+local function serves(pool, worker)
+  return belongs(pool, worker) and member_serves(pool, worker)
 end
 
 -- What there is to do in a pool.
@@ -212,18 +214,21 @@ local function divide(worker)
   if now - worker.divided_at < COUNTED_MS then
     return
   end
+  -- At once, since HAProxy may let another task run at any point of this one.
+  worker.divided_at = now
+  local left_one = false
   local current, in_flight, wanted, places, demands, rested = {}, {}, {}, {}, {}, {}
   for place, number in ipairs(numbers) do
     local name = "pool" .. number
     local stats = core.backends[name].servers[worker.name]:get_stats()
-    current[place], in_flight[place], wanted[place] = shares[number], stats.scur, 0
+    current[place], in_flight[place], wanted[place] = shares[number] or 0, stats.scur, 0
     if serves(plan.pools[number], worker) then
       local asked_for = now - (wanted_at[number] or 0) < WANTED_MS and 1 or 0
       places[#places + 1] = place
       demands[#places] = stats.scur + stats.qcur + core.backends[name]:get_stats().qcur + asked_for
       rested[#places] = now - (worker.had_at[number] or 0)
-    elseif shares[number] + stats.scur + stats.qcur == 0 and not belongs(plan.pools[number], worker) then
-      shares[number] = nil
+    elseif current[place] + stats.scur + stats.qcur == 0 and not belongs(plan.pools[number], worker) then
+      shares[number], left_one = nil, true
     end
   end
   for index, share in ipairs(routes.shares(worker.max_requests, demands, rested)) do
@@ -235,11 +240,15 @@ local function divide(worker)
       worker.had_at[number] = now
     end
     if shares[number] then
-      shares[number] = share
+      -- Who looks meanwhile finds a place, or that there is none.
+      shares[number] = math.min(shares[number], share)
       apply(number, worker, share)
+      shares[number] = share
     end
   end
-  worker.pools, worker.divided_at = pools_of(worker), now
+  if left_one then
+    worker.pools = pools_of(worker)
+  end
 end
 
 local function make_list()
@@ -307,10 +316,11 @@ local function replan()
   end
   counts.left_out = plan.left_out
   for _, worker in ipairs(workers) do
-    worker.pools = pools_of(worker)
-    for _, number in ipairs(worker.pools) do
+    local numbers = pools_of(worker)
+    for _, number in ipairs(numbers) do
       worker.shares[number] = worker.shares[number] or 0
     end
+    worker.pools = numbers
     for number = 1, settings.pools do
       apply(number, worker, worker.shares[number] or worker.max_requests)
     end
@@ -551,27 +561,30 @@ local function is_settled()
   return settled, told
 end
 
--- Does a live worker of this pool's lack nothing but a place, since its other pools have them all?
-local function is_full(number)
-  for _, index in ipairs(plan.pools[number] and plan.pools[number].members or {}) do
-    if serves(plan.pools[number], workers[index]) and workers[index].shares[number] == 0 then
-      return true
+-- Is there a worker in one of these pools that serves there and lacks nothing but a place, since its other pools have them all?
+local function any_full(numbers, only_told)
+  for _, number in ipairs(numbers) do
+    local pool = plan.pools[number]
+    for _, index in ipairs(pool and (pool.told or not only_told) and pool.members or {}) do
+      local worker = workers[index]
+      if (worker.shares[number] or 0) == 0 and worker.weight > 0 and member_serves(pool, worker) then
+        return true
+      end
     end
   end
   return false
 end
 
--- The pool and class for a model; nil where there is none now, and then whether there is one that is full.
+-- The pool and class for a model; nil where there is none now, and then whether it only lacks a place.
 local function choose(fetch, model)
   local route = plan.models[model]
   local is_only = settings.spill_after == 0 and route and #route.warm == 1
-  local full = false
-  local chosen, class = routes.choose(plan, model, settings.spill_after, function(number)
+  local number, class = routes.choose(plan, model, settings.spill_after, function(number)
     local name = "pool" .. number
     local live = fetch:nbsrv(name)
     -- What else there is to know is for a choice, which most have not.
     if live == 0 then
-      wanted_at[number], full = now_ms(), full or is_full(number)
+      wanted_at[number] = now_ms()
     end
     if live == 0 or is_only then
       return live, 0, 1, 0
@@ -579,7 +592,15 @@ local function choose(fetch, model)
     local waiting = fetch:queue(name)
     return live, fetch:be_conn(name), waiting > 0 and 0 or fetch:be_conn_free(name), waiting
   end)
-  return chosen, class, not chosen and full
+  if not route or number and class ~= "possibly" and class ~= "cold" then
+    return number, class, false
+  end
+  -- Who has it loaded and is only full comes before who may have it, or would have to load it.
+  local may_spill = class == "cold" and settings.spill_after > 0
+  if any_full(route.warm, number ~= nil) and not may_spill then
+    return nil, nil, true
+  end
+  return number, class, not number and any_full(route.cold)
 end
 
 -- Nobody who could be asked has this model, or ever had.
@@ -610,23 +631,27 @@ end
 
 -- Waits until somebody serves the model, at most so many seconds, or for a place at somebody who does, as long as in a queue;
 -- a pool and its class, or nil and why not.
-local function hold(txn, model, seconds, began)
+local function hold(txn, model, seconds, began, full)
   local request = {}
   counts.held = counts.held + 1
   looking[request] = began
   local pause = math.floor(math.min(LONGEST_MS, math.max(SHORTEST_MS, waiting_count() * MS_PER_REQUEST)))
-  local number, class, full, problem
-  local now = began
+  local number, class, problem
+  -- Since when it has been waiting for a place, or for somebody live.
+  local now, since, was_full = began, began, full
   repeat
     core.msleep(pause)
     now = now_ms()
     looking[request] = now
     number, class, full = choose(txn.f, model)
+    if full ~= was_full then
+      since, was_full = now, full
+    end
     if not number and is_unknown(model) then
       problem = "unknown_model"
     elseif full then
-      problem = now - began >= 1000 * settings.queue_timeout and "no_place" or nil
-    elseif not number and now - began >= math.max(1000 * seconds, is_settled() and 0 or FIRST_CHECK_MS) then
+      problem = now - since >= 1000 * settings.queue_timeout and "no_place" or nil
+    elseif not number and now - since >= 1000 * seconds and (is_settled() or now - began >= FIRST_CHECK_MS) then
       -- However short its patience: while a worker that has just come is asked for its models, it may be the one.
       problem = "no_worker"
       counts.expired = counts.expired + 1
@@ -653,7 +678,7 @@ core.register_action("route", { "http-req" }, function(txn)
     elseif seconds == 0 and not full and is_settled() then
       return refuse(txn, "no_worker")
     end
-    number, class, problem = hold(txn, model, seconds, now)
+    number, class, problem = hold(txn, model, seconds, now, full)
     if problem then
       return refuse(txn, problem)
     elseif not number then
@@ -793,7 +818,7 @@ end
 
 core.register_service("metrics", "http", function(applet)
   local lines, now = {}, now_ms()
-  family(lines, "held_requests", "gauge", "Requests that wait for a worker to become live.", waiting_count())
+  family(lines, "held_requests", "gauge", "Requests that wait for a worker to become live, or for one whose other models have all its places.", waiting_count())
   family(lines, "held_requests_total", "counter", "Requests that had to wait for that.", counts.held)
   family(lines, "hold_expired_total", "counter", "Those of them that no worker came for in time.", counts.expired)
   family(lines, "held_seconds_total", "counter", "Time that requests have waited.", counts.held_ms / 1000)
@@ -814,7 +839,7 @@ core.register_service("metrics", "http", function(applet)
     lines,
     "refused_requests_total",
     "counter",
-    "Requests refused: broken JSON, no model named, a model that nobody has, or no live worker for it in time.",
+    "Requests refused: broken JSON, no model named, a model that nobody has, or no live worker, or no place at one, in time.",
     labelled("reason", by_refusal)
   )
   local away = {}
