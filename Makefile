@@ -106,7 +106,7 @@ molecule: setup ## Simulated Sparks: one scenario per promise
 test-real: setup ## Real vLLM without a GPU on simulated Sparks (installs 3 GB of packages once)
 	@$(STEP) docker-engine simulator/docker-engine
 	@$(STEP) images simulator/images vllm-cpu
-	@$(STEP) parity pytest tests/parity
+	@$(STEP) parity pytest --numprocesses 2 --dist loadfile tests/parity
 	@$(STEP) clients pytest tests/clients
 	@$(STEP) leftovers $(MAKE) leftovers
 	@$(STEP) real-engine molecule test --scenario-name real_engine
