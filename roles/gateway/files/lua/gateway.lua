@@ -818,7 +818,13 @@ end
 
 core.register_service("metrics", "http", function(applet)
   local lines, now = {}, now_ms()
-  family(lines, "held_requests", "gauge", "Requests that wait for a worker to become live, or for one whose other models have all its places.", waiting_count())
+  family(
+    lines,
+    "held_requests",
+    "gauge",
+    "Requests that wait for a worker to become live, or for one whose other models have all its places.",
+    waiting_count()
+  )
   family(lines, "held_requests_total", "counter", "Requests that had to wait for that.", counts.held)
   family(lines, "hold_expired_total", "counter", "Those of them that no worker came for in time.", counts.expired)
   family(lines, "held_seconds_total", "counter", "Time that requests have waited.", counts.held_ms / 1000)
